@@ -22,8 +22,8 @@ with use_default_interrupt():
 
     from ..common.errors import report_errors
     from ..common.training_package import commands
-    from ..models.architectures import check_there
-    from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
+    from ..models.architectures import check_readable
+    from ..models.options import MODEL_HEADINGS, ModelOptions, add_reading_options
     from .inputs import InputOptions, Inputs, find_inputs, skip_items
     from .model_setup import ModelSetup, choose_columns
     from .output import OutputFile, RowWriter, RunDigests, open_output
@@ -80,7 +80,7 @@ HEADINGS = {
 )
 @click.option("--output", metavar="URL", required=True, help="Output file, .jsonl or .parquet.")
 @click.option("--architecture", metavar="TEXT", help="Architecture of the weights: ours, hf, torchvision:NAME, ...")
-@reading_options
+@add_reading_options
 @click.option("--column", metavar="NAME", help="Table column with the inputs.")
 @click.option("--truth", metavar="NAME", help="Table column with true labels; for images, 'folder'.")
 @click.option("--data-root", metavar="FOLDER", help="Dataset folder; fashion-mnist is downloaded here.")
@@ -127,7 +127,7 @@ def parse_options(
     folder = to_local_path(report, "--report", "write to a local folder and copy it")
     others["exact"] = "off" if others.pop("fast") else "full"
     return PredictOptions(
-        setup=ModelSetup(others.pop("model"), ModelOptions.taken_from(others), others.pop("threads")),
+        setup=ModelSetup(others.pop("model"), ModelOptions.take_from(others), others.pop("threads")),
         input_options=InputOptions(input_url, column, truth, root),
         output=OutputFile(output, overwrite, resume),
         report=None if folder is None else ReportFolder(folder, overwrite or resume),
@@ -145,7 +145,7 @@ def to_local_path(text: str | None, option: str, instead: str) -> Path | None:
 def run_prediction(options: PredictOptions) -> None:
     """Predict, write the output and the report, print a summary. Raises ``BadInputsError`` at the end."""
     model_options = options.setup.options
-    check_there(options.setup.model, model_options.architecture, model_options.reading.config)
+    check_readable(options.setup.model, model_options.architecture, model_options.reading.config)
     if options.report is not None:
         options.report.check_writable()
     with open_output(options.output) as writer:
@@ -191,10 +191,10 @@ def predict_into(writer: RowWriter, inputs: Inputs, options: PredictOptions) -> 
 
 def _check_fits(predictor: Predictor, inputs: Inputs, columns: OutputColumns) -> None:
     """Raises UsageError if the model does not take such inputs, or has no classes to compare with true labels."""
-    from ..models.tensors import Tensors
+    from ..models.tensors import TensorTask
     from .pipeline import takes_texts
 
-    if isinstance(predictor.task, Tensors) and predictor.task.files.decode is None:
+    if isinstance(predictor.task, TensorTask) and predictor.task.functions.decode is None:
         taken = ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in predictor.inputs)
         raise UsageError(
             f"the model takes tensors ({taken}), which no image and no text is; serve it, name a module that has a "

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..models.config_folder import digest_of_config
+from ..models.config_folder import digest_config_folder
 from ..models.options import ModelOptions
 from .rows import AnswerKind, OutputColumns
 
@@ -34,11 +34,11 @@ class ModelSetup:
         """Load the model. Sets the number of torch threads of this process."""
         import torch
 
-        from ..models.predictor import load_with_options, name_of
+        from ..models.predictor import load_with_options, name_model
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return load_with_options(self.model, name_of(self.model), self.options)
+        return load_with_options(self.model, name_model(self.model), self.options)
 
     def to_json(self) -> str:
         """All that answers depend on, except the weights and the input."""
@@ -48,7 +48,7 @@ class ModelSetup:
             {
                 **asdict(self.options),
                 "threads": self.threads,
-                "beside": digest_of_config(self.model, config=self.options.reading.config),
+                "beside": digest_config_folder(self.model, config=self.options.reading.config),
                 "torch": torch.__version__,
             },
             sort_keys=True,
@@ -56,10 +56,10 @@ class ModelSetup:
 
 
 def choose_columns(predictor: Predictor, top: int) -> OutputColumns:
-    from ..models.tensors import Tensors
+    from ..models.tensors import TensorTask
 
     outputs = {spec.name for spec in predictor.outputs}
     kinds: dict[str, AnswerKind] = {"probabilities": "label", "text": "text", "embedding": "embedding"}
-    takes_tensors = isinstance(predictor.task, Tensors)
+    takes_tensors = isinstance(predictor.task, TensorTask)
     kind = "outputs" if takes_tensors else next(kind for name, kind in kinds.items() if name in outputs)
     return OutputColumns(kind, predictor.labels, top)

@@ -56,7 +56,7 @@ class OutputColumns:
         if self.kind == "embedding":
             return {"embedding": None if prediction is None else prediction.embedding}
         if self.kind == "outputs":
-            return {"outputs": None if prediction is None else prediction.shown()}
+            return {"outputs": None if prediction is None else prediction.to_plain()}
         if prediction is None or prediction.probabilities is None:
             return {"label": None, "top": None, "probabilities": None}
         top = self._list_top_classes(prediction)

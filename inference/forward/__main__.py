@@ -15,7 +15,7 @@ with use_default_interrupt():
 
     from ..common.errors import make_printable, report_errors
     from ..common.training_package import commands
-    from ..models.options import MODEL_HEADINGS, TensorOptions, reading_options
+    from ..models.options import MODEL_HEADINGS, TensorOptions, add_reading_options
 
 if TYPE_CHECKING:
     from .report import ForwardReport
@@ -36,7 +36,7 @@ HEADINGS = {
 )
 @click.argument("src", metavar="SRC")
 @click.argument("dst", metavar="DST")
-@reading_options
+@add_reading_options
 @click.option("--max-kl", type=float, default=0.025, help="Largest mean KL divergence of the logits; p95: 4 times it.")
 @click.option("--max-difference", type=float, default=0.2, help="Largest relative difference of a layer's output.")
 @click.option("--device", metavar="TEXT", help="torch device, e.g. cuda:1.  [default: first GPU, else CPU]")
@@ -53,7 +53,7 @@ def main(src: str, dst: str, max_kl: float, max_difference: float, device: str |
         from .compare import compare_forward
         from .report import DifferenceLimits
 
-        reading, limits = TensorOptions.taken_from(given), DifferenceLimits(max_kl, max_difference)
+        reading, limits = TensorOptions.take_from(given), DifferenceLimits(max_kl, max_difference)
         report = compare_forward(src, dst, reading=reading, limits=limits, device=device)
         click.echo(json.dumps(report.to_json(), indent=2) if as_json else format_report(report))
         if not report.same:

@@ -21,10 +21,10 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from ..common.errors import translate_file_errors
 from ..common.garbage_collection import collect_rarely
 from ..models.architectures import HUGGING_FACE
-from ..models.config_folder import CONFIG, describing_folder, find_quantization, read_config
+from ..models.config_folder import CONFIG, find_quantization, open_config_folder, read_config
 from ..models.hugging_face import ConfigSizes
 from ..models.loading import load_model
-from ..models.options import AS_IT_IS, ModelOptions, TensorOptions
+from ..models.options import DEFAULT_READING, ModelOptions, TensorOptions
 from .report import DifferenceLimits, ForwardReport, LayerOutputs, make_report
 
 NUM_ROWS, NUM_TOKENS, SEED = 4, 32, 0
@@ -40,7 +40,7 @@ def compare_forward(
     src: str | Path,
     dst: str | Path,
     *,
-    reading: TensorOptions = AS_IT_IS,
+    reading: TensorOptions = DEFAULT_READING,
     limits: DifferenceLimits = DEFAULT_LIMITS,
     device: str | None = "cpu",
 ) -> ForwardReport:
@@ -75,7 +75,7 @@ def compare_forward(
                 f"{src} and {dst} are different models, which cannot be compared: {name} in {CONFIG} is {first} and "
                 f"{second}"
             )
-    torch_device = ModelOptions(device=device).torch_device()
+    torch_device = ModelOptions(device=device).get_torch_device()
     model = sides[0].load(torch_device)
     kind, inputs = type(model).__name__, draw_inputs(model)
     reference, again = run_model(model, inputs), run_model(model, inputs)
@@ -98,10 +98,10 @@ class ComparedModel:
         """Raises FormatError if there is no ``config.json``, UnsupportedError if it is not one of transformers, and
         CkptError if there is no checkpoint."""
         source = ckpt_tools.inspect(url).source
-        with describing_folder(source, None, None) as folder:
+        with open_config_folder(source, None, None) as folder:
             if folder is not None:
                 reading = replace(reading, config=None)
-        with describing_folder(source, None, reading.config) as folder:
+        with open_config_folder(source, None, reading.config) as folder:
             if folder is None:
                 raise FormatError(
                     f"there is no {CONFIG} beside {url}, which says what the model is; give its folder with --config"
@@ -128,16 +128,16 @@ def draw_inputs(model: Any) -> dict[str, Tensor]:
     [4, channels, height, width]. Raises UnsupportedError for a model that takes others."""
     sizes = ConfigSizes.from_config(model.config)
     name, kind = model.main_input_name, type(model).__name__
-    specs = {spec.name: spec for spec in sizes.input_specs(signature(model.forward).parameters)}
+    specs = {spec.name: spec for spec in sizes.list_input_specs(signature(model.forward).parameters)}
     generator = torch.Generator().manual_seed(SEED)
     shape = specs[name].shape[1:] if name in specs else ()
     if name == "pixel_values" and min(shape, default=0) > 0:
         return {name: torch.randn(NUM_ROWS, *shape, generator=generator)}
-    if name != "input_ids" or model.config.is_encoder_decoder or name not in sizes.below:
+    if name != "input_ids" or model.config.is_encoder_decoder or name not in sizes.bounds:
         raise UnsupportedError(f"a {kind} is not a model of tokens, or of images of one size, alone")
-    limit = sizes.with_positions(model, [name]).tokens.get(name, NUM_TOKENS)
+    limit = sizes.with_positions(model, [name]).max_tokens.get(name, NUM_TOKENS)
     token_shape = (NUM_ROWS, min(NUM_TOKENS, limit))
-    return {name: torch.randint(sizes.below[name], token_shape, generator=generator)}
+    return {name: torch.randint(sizes.bounds[name], token_shape, generator=generator)}
 
 
 def run_model(model: Any, inputs: Mapping[str, Tensor]) -> LayerOutputs:

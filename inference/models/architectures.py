@@ -30,7 +30,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..common.errors import make_printable
-from .config_folder import CONFIG, describing_folder, read_config, refuse_quantized
+from .config_folder import CONFIG, open_config_folder, read_config, refuse_quantized
 
 OURS = "ours"
 HUGGING_FACE = "hf"
@@ -44,7 +44,7 @@ HOW_TO_NAME = (
     "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, FILE.py:function, torch.export or "
     "torchscript"
 )
-ASSUMED = (
+ASSUMED_NOTICE = (
     f"nothing says what the model is, so it is taken for {OURS}, the built-in Vision Transformer; name its "
     f"architecture with --architecture ({HOW_TO_NAME}), or the folder of its config.json with --config"
 )
@@ -78,7 +78,7 @@ class Architecture:
             raise UsageError(f"--architecture {text} is not an architecture; {HOW_TO_NAME}")
         return cls(library, name, _parse_arguments(text, query))
 
-    def check_plain(self, folder: Path | None, *, dequantize: bool) -> None:
+    def check_not_quantized(self, folder: Path | None, *, dequantize: bool) -> None:
         """Raises UnsupportedError if transformers' files in ``folder`` say that the weights are quantized, unless these
         are dequantized."""
         if self.library == HUGGING_FACE and not dequantize:
@@ -107,16 +107,16 @@ class Architecture:
         return self.name or "vit"
 
 
-def check_there(url: str, architecture: str | None, config: str | Path | None) -> None:
+def check_readable(url: str, architecture: str | None, config: str | Path | None) -> None:
     """Raises CkptError if there is no checkpoint that can be read at ``url``, or nothing tells its architecture. Prints
     one that is assumed. A program is read only when it is run."""
     if is_program(architecture):
         return
     refuse_unnamed_program(url)
     summary = ckpt_tools.inspect(url)
-    with describing_folder(summary.source, None, config) as folder:
-        if architecture_of(architecture, folder, summary.source, None).is_assumed:
-            click.echo(f"{make_printable(url)}: {ASSUMED}", err=True)
+    with open_config_folder(summary.source, None, config) as folder:
+        if find_architecture(architecture, folder, summary.source, None).is_assumed:
+            click.echo(f"{make_printable(url)}: {ASSUMED_NOTICE}", err=True)
 
 
 def is_program(architecture: str | None) -> bool:
@@ -139,7 +139,7 @@ def refuse_tensor_options(kind: str, reading: Mapping[str, Any], dtype: object) 
         raise UsageError(f"{PROGRAMS[kind]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}")
 
 
-def architecture_of(
+def find_architecture(
     text: str | None, folder: Path | None, url: str | Path, storage_options: Mapping[str, Any] | None
 ) -> Architecture:
     """The architecture that the user names, or that ``config.json`` in ``folder`` names, or the training run that saved
@@ -151,11 +151,11 @@ def architecture_of(
     if "model_type" in config:
         return Architecture(HUGGING_FACE)
     if "architecture" in config:
-        return _named_in(config, f"{folder}/{CONFIG}")
-    return _of_run(url, storage_options)
+        return _find_in_config(config, f"{folder}/{CONFIG}")
+    return _find_in_run(url, storage_options)
 
 
-def _of_run(url: str | Path, storage_options: Mapping[str, Any] | None) -> Architecture:
+def _find_in_run(url: str | Path, storage_options: Mapping[str, Any] | None) -> Architecture:
     from ..common.training_package import model_names, run_settings
 
     settings: Mapping[str, Any] = {}
@@ -178,20 +178,20 @@ def _of_run(url: str | Path, storage_options: Mapping[str, Any] | None) -> Archi
     )
 
 
-def _named_in(config: Mapping[str, Any], path: str) -> Architecture:
+def _find_in_config(config: Mapping[str, Any], path: str) -> Architecture:
     """Architecture of timm's or training's ``config.json``. A function is refused: a file beside weights chooses no
     code."""
     text = config["architecture"]
     try:
-        found = Architecture("timm", text) if is_name_of_timm(text) else Architecture.parse(str(text))
+        architecture = Architecture("timm", text) if is_timm_name(text) else Architecture.parse(str(text))
     except UsageError as error:
         raise FormatError(f"{path} names {text!r}, which is not an architecture") from error
-    if found.library not in (OURS, "torchvision", "timm"):
+    if architecture.library not in (OURS, "torchvision", "timm"):
         raise FormatError(f"{path} names the function {text}; a file beside weights does not choose code, so name it")
-    return found
+    return architecture
 
 
-def is_name_of_timm(text: object) -> bool:
+def is_timm_name(text: object) -> bool:
     """Whether ``architecture`` in ``config.json`` is a bare name, as timm writes it."""
     return isinstance(text, str) and text.isidentifier() and text not in (OURS, HUGGING_FACE)
 
@@ -201,16 +201,16 @@ def _parse_arguments(text: str, query: str) -> dict[str, Any]:
     Python; any other is text."""
     # The second one counts where both can read it.
     readers: tuple[Callable[[str], Any], ...] = (ast.literal_eval, lambda value: tomllib.loads(f"_={value}")["_"])
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for part in filter(None, query.split("&")):
         key, has_value, value = part.partition("=")
         if not has_value or not key.isidentifier():
             raise UsageError(f"--architecture {text}: {part!r} is not NAME=VALUE")
-        found[key] = value
+        arguments[key] = value
         for read in readers:
             with suppress(ValueError, SyntaxError):
-                found[key] = read(value)
-    return found
+                arguments[key] = read(value)
+    return arguments
 
 
 def import_library(module: str, package: str) -> Any:

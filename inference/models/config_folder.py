@@ -21,23 +21,23 @@ from ..common.errors import describe_error
 from ..common.urls import find_file_system, is_url
 
 CONFIG = "config.json"
-PLACES = ("", "huggingface", "..")
+CONFIG_PLACES = ("", "huggingface", "..")
 """Folders to look in, relative to the folder of the weights; verl uses ``huggingface``."""
 
-ADAPTER = "adapter_config.json"
-BESIDE = ("",)
+ADAPTER_CONFIG = "adapter_config.json"
+OWN_FOLDER = ("",)
 
-QUANTIZED = ("quantization_config", "compression_config")
-MODELOPT = "hf_quant_config.json"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+MODELOPT_CONFIG = "hf_quant_config.json"
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-SUFFIXES = (".json", ".txt", ".model", ".jinja")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_BYTES = 64 * 2**20  # limit of one file; the largest tokenizers have some 35 MB
 
 
 @contextmanager
-def config_folder(
-    url: str | Path, options: Mapping[str, Any] | None, *, name: str = CONFIG, places: Sequence[str] = PLACES
+def open_companion_folder(
+    url: str | Path, options: Mapping[str, Any] | None, *, name: str = CONFIG, places: Sequence[str] = CONFIG_PLACES
 ) -> Iterator[Path | None]:
     """A local folder with the file ``name`` and its companions, within the block; None if there is none. ``places`` are
     looked through in turn. Raises StoreError if a remote one cannot be read."""
@@ -55,12 +55,12 @@ def config_folder(
 
 
 @contextmanager
-def describing_folder(
+def open_config_folder(
     url: str | Path, options: Mapping[str, Any] | None, config: str | Path | None
 ) -> Iterator[Path | None]:
-    """The folder ``config``, or the one that :func:`config_folder` finds for the weights at ``url``. Raises
-    SourceNotFoundError if ``config`` has no ``config.json``, and as ``config_folder``."""
-    with config_folder(config or url, options, places=BESIDE if config else PLACES) as folder:
+    """The folder ``config``, or the one that :func:`open_companion_folder` finds for the weights at ``url``. Raises
+    SourceNotFoundError if ``config`` has no ``config.json``, and as ``open_companion_folder``."""
+    with open_companion_folder(config or url, options, places=OWN_FOLDER if config else CONFIG_PLACES) as folder:
         if config and folder is None:
             raise SourceNotFoundError(f"--config {config} is not a folder with {CONFIG}")
         yield folder
@@ -81,7 +81,7 @@ def _find_folder(fs: Any, path: str, name: str, places: Sequence[str]) -> str | 
 def _copy_small(fs: Any, folder: str, into: Path) -> None:
     for entry in fs.ls(folder, detail=True):
         name = entry["name"].rstrip("/").rpartition("/")[2]
-        if entry["type"] == "file" and name.endswith(SUFFIXES) and entry["size"] <= MAX_BYTES:
+        if entry["type"] == "file" and name.endswith(COMPANION_SUFFIXES) and entry["size"] <= MAX_BYTES:
             (into / name).write_bytes(fs.cat_file(entry["name"]))
 
 
@@ -101,16 +101,16 @@ def read_config(folder: Path | None, name: str = CONFIG) -> dict[str, Any]:
 def refuse_adapter(url: str | Path, options: Mapping[str, Any] | None) -> None:
     """Raises UnsupportedError if the weights at ``url`` are an adapter of PEFT, with ``adapter_config.json`` beside."""
     last = str(url).rstrip("/").rpartition("/")[2]
-    if last.endswith(WEIGHTS) and not last.startswith("adapter_model."):
+    if last.endswith(WEIGHT_SUFFIXES) and not last.startswith("adapter_model."):
         return
-    with config_folder(url, options, name=ADAPTER, places=BESIDE) as folder:
-        settings = read_config(folder, ADAPTER)
+    with open_companion_folder(url, options, name=ADAPTER_CONFIG, places=OWN_FOLDER) as folder:
+        settings = read_config(folder, ADAPTER_CONFIG)
     if not settings:
         return
     kind, base = settings.get("peft_type"), settings.get("base_model_name_or_path") or "BASE"
     way = "merge it with PEFT first"
     if kind == "LORA":
-        at = str(url)[: -len(last)].rstrip("/") if last.endswith(WEIGHTS) else str(url)
+        at = str(url)[: -len(last)].rstrip("/") if last.endswith(WEIGHT_SUFFIXES) else str(url)
         way = f"merge it first: ckpt-tools merge-lora {quote(str(base))} {quote(at or '.')} OUT --to safetensors"
     raise UnsupportedError(f"{url} is an adapter of {base} (PEFT {kind}); {way}")
 
@@ -120,9 +120,9 @@ def find_quantization(folder: Path | None) -> str | None:
     found = read_config(folder)
     text = found.get("text_config")
     parts = [found, text] if isinstance(text, dict) else [found]
-    stated = next((f"{key} in {CONFIG}" for part in parts for key in QUANTIZED if part.get(key)), None)
-    if stated is None and folder is not None and (folder / MODELOPT).is_file():
-        return MODELOPT
+    stated = next((f"{key} in {CONFIG}" for part in parts for key in QUANTIZATION_KEYS if part.get(key)), None)
+    if stated is None and folder is not None and (folder / MODELOPT_CONFIG).is_file():
+        return MODELOPT_CONFIG
     return stated
 
 
@@ -136,16 +136,16 @@ def refuse_quantized(folder: Path | None) -> None:
         )
 
 
-def digest_of_config(
+def digest_config_folder(
     url: str | Path, options: Mapping[str, Any] | None = None, config: str | Path | None = None
 ) -> str | None:
-    """BLAKE3 of the files of :func:`describing_folder`, which decide how inputs are prepared. None if there are none.
+    """BLAKE3 of the files of :func:`open_config_folder`, which decide how inputs are prepared. None if there are none.
     Raises as that."""
-    with describing_folder(url, options, config) as folder:
+    with open_config_folder(url, options, config) as folder:
         if folder is None:
             return None
         found = blake3()
         for file in sorted(folder.iterdir()):
-            if file.suffix in SUFFIXES and file.is_file() and file.stat().st_size <= MAX_BYTES:
+            if file.suffix in COMPANION_SUFFIXES and file.is_file() and file.stat().st_size <= MAX_BYTES:
                 found.update(f"{file.name}\0{blake3(file.read_bytes()).hexdigest()}\0".encode())
         return f"blake3:{found.hexdigest()}"

@@ -15,54 +15,55 @@ from torch import Tensor
 
 from ckpt_tools.errors import UsageError
 
-from .image_labels import image_task
-from .passes import Passes
-from .prediction import device_of
+from .image_classifiers import make_image_task
+from .passes import ForwardPasses
+from .prediction import find_device
 from .task import Task
-from .texts import MASK, TextLabels, Tokens
+from .texts import MASK, ModelTokenizer, TextClassifier
 
 
-def encoder_of(model: Any, folder: Path, *, passes: Passes) -> Task:
+def make_encoder_task(model: Any, folder: Path, *, passes: ForwardPasses) -> Task:
     """The task of an image or text encoder. Raises UsageError if it takes something else, or consists of several
     models. FormatError if the files beside the weights do not say how an input is prepared."""
-    takes = model.main_input_name
-    if model.config.is_encoder_decoder or model.config.sub_configs or takes not in ("input_ids", "pixel_values"):
+    input_name = model.main_input_name
+    if model.config.is_encoder_decoder or model.config.sub_configs or input_name not in ("input_ids", "pixel_values"):
         raise UsageError(
             f"a {type(model).__name__} is not an encoder of images alone or of texts alone, so it is not clear what an "
             "embedding is; load it with inference.load_model"
         )
-    return _of_texts(model, folder, passes) if takes == "input_ids" else _of_images(model, folder, passes)
+    make_encoder = _make_text_encoder if input_name == "input_ids" else _make_image_encoder
+    return make_encoder(model, folder, passes)
 
 
-def _of_images(model: Any, folder: Path, passes: Passes) -> Task:
-    def embeddings(images: Tensor) -> Tensor:
+def _make_image_encoder(model: Any, folder: Path, passes: ForwardPasses) -> Task:
+    def embed_images(images: Tensor) -> Tensor:
         return _pool_output(model(pixel_values=images), None)
 
-    found = image_task(model, embeddings, folder, num_classes=0, labels=None, passes=passes)
-    like = next(model.parameters())
+    task = make_image_task(model, embed_images, folder, num_classes=0, labels=None, passes=passes)
+    weight = next(model.parameters())
     with torch.inference_mode():
-        example = embeddings(torch.zeros(1, *found.shape, device=like.device, dtype=like.dtype))
-    return replace(found, num_features=example.shape[1])
+        example = embed_images(torch.zeros(1, *task.shape, device=weight.device, dtype=weight.dtype))
+    return replace(task, num_features=example.shape[1])
 
 
-def _of_texts(model: Any, folder: Path, passes: Passes) -> Task:
-    tokens = Tokens.from_folder(model, folder)
-    taken = signature(model.forward).parameters
-    tokens = replace(tokens, fields=tuple(field for field in tokens.fields if field in taken))
-    if not tokens.has_padding:
-        passes = replace(passes, full=1)
-    task = TextEncoder(model, tokens, None, passes)
+def _make_text_encoder(model: Any, folder: Path, passes: ForwardPasses) -> Task:
+    tokenizer = ModelTokenizer.from_folder(model, folder)
+    parameters = signature(model.forward).parameters
+    tokenizer = replace(tokenizer, fields=tuple(field for field in tokenizer.fields if field in parameters))
+    if not tokenizer.has_padding:
+        passes = replace(passes, full_size=1)
+    task = TextEncoder(model, tokenizer, None, passes)
     (example,) = task._forward(torch.from_numpy(task.decode(b"a", "a text")).unsqueeze(0))
     return replace(task, num_features=len(example))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextEncoder(TextLabels):
+class TextEncoder(TextClassifier):
     """Embeds texts. Without a padding token or attention mask, one text at a time."""
 
     @torch.inference_mode()
     def _forward(self, batch: Tensor) -> Tensor:
-        fields = self.tokens.to_arguments(batch.to(device_of(self.model)))
+        fields = self.tokenizer.to_arguments(batch.to(find_device(self.model)))
         return _pool_output(self.model(**fields), fields.get(MASK)).float().cpu()
 
 

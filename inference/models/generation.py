@@ -12,14 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from ckpt_tools.errors import FormatError
 
-from .task import BYTES_A_TOKEN
+from .task import TOKEN_BYTES
 
-UNDECODED = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 Chat = tuple[Mapping[str, str], ...]
 """Messages, each with ``role`` and ``content``."""
 
-Give = Callable[[str], None]
+TextCallback = Callable[[str], None]
 """Called after each token, and before long work, with the text that is certain since the last call, or none. What it
 raises ends the generation."""
 
@@ -54,11 +54,11 @@ LIMITS: Mapping[str, NumberLimits] = {
 }
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-DRAWING = ("top_p", "top_k", "seed")
+SAMPLING_NAMES = ("top_p", "top_k", "seed")
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationRequest:
     """A request for one text. Raises FormatError for values out of range.
 
     Without ``temperature`` each token is the most probable one, and 0 is the same. The text ends before
@@ -83,7 +83,7 @@ class Generation:
         stops = [isinstance(each, str) and 0 < len(each) <= MAX_STOP_LENGTH for each in self.stop]
         if len(stops) > MAX_STOPS or not all(stops):
             raise FormatError(f"stop has to be up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
-        unused = [name for name in DRAWING if getattr(self, name) is not None]
+        unused = [name for name in SAMPLING_NAMES if getattr(self, name) is not None]
         if self.temperature is None and unused:
             raise FormatError(f"{unused[0]} is for sampling, which needs a temperature too")
 
@@ -92,20 +92,20 @@ class Generation:
         """Bytes of the prompt in UTF-8. A message has at least one token."""
         if isinstance(self.prompt, str):
             return len(self.prompt.encode())
-        return sum(BYTES_A_TOKEN + sum(len(text.encode()) for text in each.values()) for each in self.prompt)
+        return sum(TOKEN_BYTES + sum(len(text.encode()) for text in each.values()) for each in self.prompt)
 
 
 @runtime_checkable
-class Generates(Protocol):
+class GenerativeTask(Protocol):
     """A task of a language model."""
 
-    def generate(self, request: Generation, give: Give) -> None:
+    def generate(self, request: GenerationRequest, give: TextCallback) -> None:
         """Generate a text. Raises FormatError if the model does not take the prompt."""
 
 
-def generate(task: object, request: Generation, give: Give) -> None:
-    """Generate a text with any task. Raises FormatError if its model does not generate text, or as ``Generates``."""
-    if not isinstance(task, Generates):
+def generate_text(task: object, request: GenerationRequest, give: TextCallback) -> None:
+    """Generate a text with any task. Raises FormatError if its model generates no text, or as ``GenerativeTask``."""
+    if not isinstance(task, GenerativeTask):
         raise FormatError("the model does not generate text")
     task.generate(request, give)
 
@@ -123,47 +123,48 @@ class GrowingText:
     characters at the end a tokenizer may change when others follow.
     """
 
-    request: Generation
+    request: GenerationRequest
     decode: Callable[[Sequence[int]], str]
-    give: Give
+    give: TextCallback
     is_byte: Callable[[int], bool] = lambda _: False
     num_loose: int = 0
     tokens: list[int] = field(default_factory=list)
     _given: str = ""
 
-    def add(self, token: int) -> None:
+    def add_token(self, token: int) -> None:
         """Raises EndOfTextError at a stop text."""
         self.tokens.append(token)
-        text = self._certain_text()
-        if self._end_of(text) < len(text):
+        text = self._decode_certain()
+        if self._find_end(text) < len(text):
             raise EndOfTextError
-        self._give_up_to(text[: len(text) - stop_overlap(text, self.request.stop)] if self.request.is_streamed else "")
+        num_certain = len(text) - measure_stop_overlap(text, self.request.stop)
+        self._give_until(text[:num_certain] if self.request.is_streamed else "")
 
     def finish(self) -> None:
         """Give the rest, up to a stop text."""
         text = self.decode(self.tokens)
-        self._give_up_to(text[: self._end_of(text)])
+        self._give_until(text[: self._find_end(text)])
 
-    def _certain_text(self) -> str:
+    def _decode_certain(self) -> str:
         num_whole = len(self.tokens)
         while num_whole and self.is_byte(self.tokens[num_whole - 1]):
             num_whole -= 1
         text = self.decode(self.tokens[:num_whole])
         text = text[: max(0, len(text) - self.num_loose)]
-        return text.removesuffix(UNDECODED)
+        return text.removesuffix(REPLACEMENT_CHARACTER)
 
-    def _end_of(self, text: str) -> int:
+    def _find_end(self, text: str) -> int:
         starts = [text.find(each) for each in self.request.stop]
         return min((start for start in starts if start >= 0), default=len(text))
 
-    def _give_up_to(self, text: str) -> None:
+    def _give_until(self, text: str) -> None:
         if not text.startswith(self._given):
             raise RuntimeError(f"the tokenizer changed {self._given[-40:]!r}, which was given already")
         piece, self._given = text[len(self._given) :], text
         self.give(piece)
 
 
-def stop_overlap(text: str, stops: Sequence[str]) -> int:
+def measure_stop_overlap(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that begins one of ``stops``."""
     longest = min(len(text), max(map(len, stops), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)
@@ -210,7 +211,7 @@ class FairLock:
             self.__enter__()
 
 
-def messages_of(value: Any) -> Chat:
+def parse_messages(value: Any) -> Chat:
     """Check messages in JSON. Raises FormatError."""
     if not isinstance(value, list) or not value:
         raise FormatError("messages has to be a list with at least one message")

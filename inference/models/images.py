@@ -26,7 +26,7 @@ LARGE_PIXELS = 2048**2  # decoded one at a time by the service
 
 JPEG_SCALES = (2, 4, 8)  # what the decoder can divide sizes by, as it reads
 
-Mode = Literal["L", "RGB"]
+ImageMode = Literal["L", "RGB"]
 
 # Pillow warns of images that it would still decode, and of damaged metadata: any client could fill the log.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -39,7 +39,7 @@ class ImageReading:
     half, a fourth or an eighth of its size, as Pillow's ``draft`` does. ``is_input`` if the pixels are an input of
     the model."""
 
-    mode: Mode
+    mode: ImageMode
     size: tuple[int, int] | None = None
     is_upright: bool = False
     max_pixels: int = MAX_PIXELS
@@ -53,13 +53,13 @@ class ImageReading:
         with _open_image(BytesIO(data), name) as image:
             self._check_pixels(image, name)
             upright = ImageOps.exif_transpose(image) if self.is_upright else image
-            found = upright.convert(self.mode)
-            if self.size is not None and found.size != self.size:
-                found = found.resize(self.size, Image.Resampling.BILINEAR)
-            return np.array(found, dtype=np.uint8)
+            converted = upright.convert(self.mode)
+            if self.size is not None and converted.size != self.size:
+                converted = converted.resize(self.size, Image.Resampling.BILINEAR)
+            return np.array(converted, dtype=np.uint8)
 
-    def num_pixels(self, data: bytes) -> int:
-        """Pixels that :meth:`pixels` decodes, by the header of the file; 0 for a file that it refuses by its header."""
+    def count_pixels(self, data: bytes) -> int:
+        """Pixels that :meth:`decode_pixels` decodes, by the header of the file; 0 for a file refused by its header."""
         try:
             with Image.open(BytesIO(data)) as image:
                 most = self._max_jpeg if image.format == "JPEG" else self.max_pixels
@@ -72,15 +72,15 @@ class ImageReading:
         return max(MAX_FILE_PIXELS, self.max_pixels)
 
     def _check_pixels(self, image: Image.Image, name: str) -> None:
-        before, most = image.size, self.max_pixels
-        if image.format == "JPEG" and most < prod(before) <= self._max_jpeg:
-            scale = next((each for each in JPEG_SCALES if each >= sqrt(prod(before) / most)), JPEG_SCALES[-1])
-            image.draft(None, (ceil(before[0] / scale), ceil(before[1] / scale)))
+        size, most = image.size, self.max_pixels
+        if image.format == "JPEG" and most < prod(size) <= self._max_jpeg:
+            scale = next((each for each in JPEG_SCALES if each >= sqrt(prod(size) / most)), JPEG_SCALES[-1])
+            image.draft(None, (ceil(size[0] / scale), ceil(size[1] / scale)))
         if prod(image.size) > most:
-            raise FormatError(f"{name} has {before[0]}x{before[1]} pixels, more than {most} in all")
+            raise FormatError(f"{name} has {size[0]}x{size[1]} pixels, more than {most} in all")
 
 
-def max_pixels_of(model_pixels: int) -> int:
+def choose_max_pixels(model_pixels: int) -> int:
     """The default limit for a model that takes images of ``model_pixels``."""
     return max(MAX_PIXELS, 64 * model_pixels)
 

@@ -17,25 +17,25 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage_collection import collect_rarely
 from .architectures import (
-    ASSUMED,
+    ASSUMED_NOTICE,
     SCRIPTED,
     Architecture,
-    architecture_of,
+    find_architecture,
     is_program,
     refuse_tensor_options,
     refuse_unnamed_program,
 )
-from .config_folder import describing_folder, refuse_adapter
+from .checkpoint_files import CheckpointFiles, read_consistently
+from .config_folder import open_config_folder, refuse_adapter
 from .options import TensorKeywords, TensorOptions
-from .steady import CheckpointFiles, read_consistently
-from .task import source_of
+from .task import import_model_source
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-LORA = ".lora_A."
-SCALES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|proj_blocks|absmax|SCB)\b")
+ADAPTER_NAME_PART = ".lora_A."
+QUANTIZED_NAMES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|proj_blocks|absmax|SCB)\b")
 """Names of the tensors without which quantized weights have no meaning, by the libraries that quantize."""
 
 
@@ -106,21 +106,22 @@ def load_model(
         )
     refuse_unnamed_program(url)
 
-    def load(files: CheckpointFiles) -> nn.Module:
-        found, is_assumed = files.weights.url, False
+    def load_once(files: CheckpointFiles) -> nn.Module:
+        source, is_assumed = files.weights.url, False
         if model is None or isinstance(model, str):
-            with describing_folder(found, storage_options, config) as folder:
-                chosen = architecture_of(model, folder, found, storage_options)
-                is_assumed = chosen.is_assumed
-                chosen.check_plain(folder, dequantize=options.get("dequantize", False))
-                built = source_of(chosen).build_model(chosen, folder, dtype).to(device=device)
+            with open_config_folder(source, storage_options, config) as folder:
+                parsed_architecture = find_architecture(model, folder, source, storage_options)
+                is_assumed = parsed_architecture.is_assumed
+                parsed_architecture.check_not_quantized(folder, dequantize=options.get("dequantize", False))
+                model_source = import_model_source(parsed_architecture)
+                empty_model = model_source.build_model(parsed_architecture, folder, dtype).to(device=device)
         else:
             from .uninitialized import allocate_meta_tensors
 
-            built = allocate_meta_tensors(model, device).to(device=device, dtype=dtype)
-        return fill_model(built, found, storage_options, reading, is_assumed=is_assumed)
+            empty_model = allocate_meta_tensors(model, device).to(device=device, dtype=dtype)
+        return fill_model(empty_model, source, storage_options, reading, is_assumed=is_assumed)
 
-    return read_consistently(url, storage_options, load, config)
+    return read_consistently(url, storage_options, load_once, config)
 
 
 def fill_model(
@@ -139,9 +140,9 @@ def fill_model(
         if "does not fit the model" not in error.message:
             raise
         refuse_adapter(url, storage_options)
-        renamed = None if reading else _by_names_of_transformers(model, url, storage_options)
+        renamed = None if reading else _load_by_transformers_names(model, url, storage_options)
         if renamed is None:
-            advice = _advice_on_names(error.message) or (f"; {ASSUMED}" if is_assumed else "")
+            advice = _advise_on_names(error.message) or (f"; {ASSUMED_NOTICE}" if is_assumed else "")
             raise FormatError(f"{url}: {error.message}{advice}") from error
         return renamed
     except UnsupportedError as error:
@@ -163,27 +164,28 @@ def _check_digests(model: nn.Module, url: str | Path, storage_options: Mapping[s
         wanted = recorded.get(name)
         if wanted is None or (f"torch.{wanted.dtype.value}", wanted.shape) != (str(tensor.dtype), tuple(tensor.shape)):
             continue
-        if xxh3_128_hexdigest(bytes_of(tensor)) != wanted.xxh3_128:
+        if xxh3_128_hexdigest(view_bytes(tensor)) != wanted.xxh3_128:
             raise FormatError(
                 f"{url}: {name} is not as the list of digests says that lies with it; ckpt-tools verify compares all"
             )
 
 
-def bytes_of(tensor: torch.Tensor) -> Any:
+def view_bytes(tensor: torch.Tensor) -> Any:
     """The elements of a tensor, row-major, as an array of bytes."""
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _advice_on_names(message: str) -> str:
+def _advise_on_names(message: str) -> str:
     """The end of an error whose names are known: those of an adapter, or of quantized weights."""
-    if LORA in message:
+    if ADAPTER_NAME_PART in message:
         return "; they are those of an adapter of PEFT, which ckpt-tools merge-lora merges into its base model"
-    return "; they are those of quantized weights; load them with --dequantize" if SCALES.search(message) else ""
+    is_quantized = QUANTIZED_NAMES.search(message) is not None
+    return "; they are those of quantized weights; load them with --dequantize" if is_quantized else ""
 
 
-def _by_names_of_transformers(
+def _load_by_transformers_names(
     model: Any, url: str | Path, storage_options: Mapping[str, Any] | None
 ) -> nn.Module | None:
     """The model loaded by transformers, if all weights have the names that transformers writes. Those differ from the
@@ -195,15 +197,15 @@ def _by_names_of_transformers(
         # transformers would cast these as well, without their scales.
         if any(each.dtype_name.startswith(("float8", "float6", "float4", "int8")) for each in checkpoint.values()):
             return None
-        found = {name: checkpoint[name].torch() for name in checkpoint}
-    made, report = type(model).from_pretrained(
+        tensors = {name: checkpoint[name].torch() for name in checkpoint}
+    loaded, report = type(model).from_pretrained(
         None,
         config=model.config,
-        state_dict=found,
+        state_dict=tensors,
         dtype=model.dtype,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
     if any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")):
         return None
-    return made.to(device=model.device).eval()
+    return loaded.to(device=model.device).eval()

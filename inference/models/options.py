@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-Exact = Literal["buckets", "full", "off"]
+ExactMode = Literal["buckets", "full", "off"]
 """``full``: every pass has the full size. ``buckets``: also smaller ones that were found equal. ``off``: any size."""
 
 
@@ -56,18 +56,18 @@ class TensorOptions:
     def to_keywords(self) -> dict[str, Any]:
         """Those for ``ckpt_tools.load_into``, which takes sizes for a recipe, and how weights are quantized, from
         ``config``."""
-        found = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
+        keywords = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
         if not (self.recipe or self.dequantize):
-            found.pop("config", None)
-        return found
+            keywords.pop("config", None)
+        return keywords
 
     @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> TensorOptions:
+    def take_from(cls, options: dict[str, Any]) -> TensorOptions:
         """Take these options out of a command's ``options``."""
         return cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
 
 
-AS_IT_IS = TensorOptions()
+DEFAULT_READING = TensorOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class ModelOptions:
 
     architecture: str | None = None
     device: str | None = None
-    reading: TensorOptions = AS_IT_IS
-    exact: Exact = "full"
+    reading: TensorOptions = DEFAULT_READING
+    exact: ExactMode = "full"
     max_batch: int | None = None
     dtype: str | None = None
     embeddings: bool = False
@@ -85,7 +85,7 @@ class ModelOptions:
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        if self.exact not in get_args(Exact):
+        if self.exact not in get_args(ExactMode):
             raise UsageError(f"exact is buckets, full or off, not {self.exact}")
         if self.max_batch is not None and self.max_batch < 1:
             raise UsageError(f"a forward pass has at least one row, not {self.max_batch}")
@@ -96,7 +96,7 @@ class ModelOptions:
         if self.architecture is not None:
             Architecture.parse(self.architecture)
 
-    def torch_dtype(self) -> torch.dtype | None:
+    def get_torch_dtype(self) -> torch.dtype | None:
         """Raises UsageError if torch has no such dtype."""
         import torch
 
@@ -105,7 +105,7 @@ class ModelOptions:
             raise UsageError(f"--dtype {self.dtype} is not a dtype of torch")
         return dtype
 
-    def torch_device(self) -> torch.device:
+    def get_torch_device(self) -> torch.device:
         """Raises UsageError if torch has no such device."""
         import torch
 
@@ -115,13 +115,13 @@ class ModelOptions:
             raise UsageError(f"--device {self.device} is not a device of torch") from error
 
     @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> ModelOptions:
+    def take_from(cls, options: dict[str, Any]) -> ModelOptions:
         """Take these options out of a command's ``options``."""
         names = cls.__dataclass_fields__.keys() & options.keys()
-        return cls(reading=TensorOptions.taken_from(options), **{name: options.pop(name) for name in names})
+        return cls(reading=TensorOptions.take_from(options), **{name: options.pop(name) for name in names})
 
 
-DEFAULTS = ModelOptions()
+DEFAULT_OPTIONS = ModelOptions()
 
 MODEL_HEADINGS = {
     "Model": ("model", "models", "models_file", "architecture", "config", "model_key", "dequantize"),
@@ -130,7 +130,7 @@ MODEL_HEADINGS = {
 """Options that every command has for its model, by heading of the help."""
 
 
-def reading_options(command: Command) -> Command:
+def add_reading_options(command: Command) -> Command:
     """Adds the options. Help and metavariables are those of ``ckpt-tools convert``."""
     options = [
         click.option(

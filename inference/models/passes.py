@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from .images import ImageReading
-from .options import Exact
+from .options import ExactMode
 from .results import Array, ModelInput
 
 MAX_SHAPES = 256  # shapes of rows whose sizes of passes are measured, each at its first request
 
-Forward = Callable[[Tensor], Tensor]  # of rows [n, ...], with the first dimension kept
+ForwardFunction = Callable[[Tensor], Tensor]  # of rows [n, ...], with the first dimension kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passes:
-    """Divides rows into passes of at most ``full`` rows, padded with copies of the last row to a size of ``exact``, and
-    to at least ``least`` rows."""
+class ForwardPasses:
+    """Divides rows into passes of at most ``full_size`` rows, padded with copies of the last row to a size of
+    ``exact``, and to at least ``min_size`` rows."""
 
-    full: int
-    exact: Exact = "full"
-    least: int = 1
+    full_size: int
+    exact: ExactMode = "full"
+    min_size: int = 1
     _sizes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -36,52 +36,58 @@ class Passes:
         """Sizes of passes by the shape of a row, for the shapes that were predicted."""
         return dict(self._sizes)
 
-    def run(self, rows: Tensor, forward: Forward, random: Callable[[int], Tensor]) -> Tensor:
-        """``forward`` of ``rows``. ``random`` makes that many rows of the same shape, with values such as the model
+    def run(self, rows: Tensor, forward: ForwardFunction, draw_rows: Callable[[int], Tensor]) -> Tensor:
+        """``forward`` of ``rows``. ``draw_rows`` makes that many rows of the same shape, with values such as the model
         takes."""
-        chunks = self.split_rows(rows, forward, random)
-        return torch.cat([forward(chunk)[:kept] for chunk, kept in chunks])
+        chunks = self.split_rows(rows, forward, draw_rows)
+        return torch.cat([forward(chunk)[:num_kept] for chunk, num_kept in chunks])
 
-    def split_rows(self, rows: Tensor, probe: Forward, random: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, int]]:
+    def split_rows(
+        self, rows: Tensor, probe: ForwardFunction, draw_rows: Callable[[int], Tensor]
+    ) -> Iterator[tuple[Tensor, int]]:
         """The rows of each pass, and how many of them are not padding. ``probe`` is a forward pass whose bits are
         compared."""
         shape = "x".join(map(str, rows.shape[1:]))
-        for numbers, kept in self.split_numbers(len(rows), shape, probe, lambda: random(self.full)):
-            yield rows[numbers], kept
+        for numbers, num_kept in self.split_numbers(len(rows), shape, probe, lambda: draw_rows(self.full_size)):
+            yield rows[numbers], num_kept
 
     def split_numbers(
-        self, many: int, shape: str, probe: Forward, random: Callable[[], Tensor]
+        self, num_rows: int, shape: str, probe: ForwardFunction, draw_full_pass: Callable[[], Tensor]
     ) -> Iterator[tuple[Tensor, int]]:
-        """The numbers of the rows of each pass, for ``many`` rows of ``shape``, and how many of them are not padding.
-        ``probe`` is a forward pass of rows of ``random``, whose bits are compared."""
-        for start in range(0, many, self.full):
-            kept = min(self.full, many - start)
-            size = self._fitting_size(kept, shape, probe, random)
-            yield torch.arange(start, start + size).clamp(max=start + kept - 1), kept
+        """The numbers of the rows of each pass, for ``num_rows`` rows of ``shape``, and how many of them are not
+        padding. ``probe`` is a forward pass of the rows of ``draw_full_pass``, whose bits are compared."""
+        for start in range(0, num_rows, self.full_size):
+            num_kept = min(self.full_size, num_rows - start)
+            size = self._choose_size(num_kept, shape, probe, draw_full_pass)
+            yield torch.arange(start, start + size).clamp(max=start + num_kept - 1), num_kept
 
-    def _fitting_size(self, many: int, shape: str, probe: Forward, random: Callable[[], Tensor]) -> int:
+    def _choose_size(
+        self, num_rows: int, shape: str, probe: ForwardFunction, draw_full_pass: Callable[[], Tensor]
+    ) -> int:
         if self.exact == "off":
-            return max(many, self.least)
+            return max(num_rows, self.min_size)
         if shape not in self._sizes and len(self._sizes) >= MAX_SHAPES:
-            return self.full
+            return self.full_size
         if shape not in self._sizes:
-            self._sizes[shape] = (self.full,) if self.exact == "full" else self._measure_sizes(probe, random)
-        return next(size for size in self._sizes[shape] if size >= many)
+            self._sizes[shape] = (
+                (self.full_size,) if self.exact == "full" else self._measure_sizes(probe, draw_full_pass)
+            )
+        return next(size for size in self._sizes[shape] if size >= num_rows)
 
-    def _measure_sizes(self, probe: Forward, random: Callable[[], Tensor]) -> tuple[int, ...]:
+    def _measure_sizes(self, probe: ForwardFunction, draw_full_pass: Callable[[], Tensor]) -> tuple[int, ...]:
         try:
-            return find_agreeing_sizes(probe, random(), self.least)
+            return find_agreeing_sizes(probe, draw_full_pass(), self.min_size)
         except Exception:
             # A model may take only some of the inputs that have the right shape.
-            return (self.full,)
+            return (self.full_size,)
 
 
-class InPasses:
-    """The properties of a task that follow from its ``passes``, for a task of tensors."""
+class BatchedTask:
+    """What of a task follows from its ``passes``; one of images or of texts overrides the rest."""
 
     __slots__ = ()
 
-    passes: Passes
+    passes: ForwardPasses
 
     @property
     def reading(self) -> ImageReading | None:
@@ -93,7 +99,7 @@ class InPasses:
 
     @property
     def max_batch(self) -> int:
-        return self.passes.full
+        return self.passes.full_size
 
     @property
     def is_exact(self) -> bool:
@@ -108,26 +114,26 @@ class InPasses:
 
 
 @torch.inference_mode()
-def find_agreeing_sizes(forward: Forward, rows: Tensor, least: int = 1) -> tuple[int, ...]:
-    """Powers of two from ``least`` and below ``len(rows)`` as whose passes the first and the last of ``rows`` have the
-    bits of one pass of all, and ``len(rows)``."""
-    full = len(rows)
-    whole = forward(rows)
-    smaller = [2**power for power in range(full.bit_length()) if least <= 2**power < full]
+def find_agreeing_sizes(forward: ForwardFunction, rows: Tensor, min_size: int = 1) -> tuple[int, ...]:
+    """Powers of two from ``min_size`` and below ``len(rows)`` in whose passes the first and the last of ``rows`` have
+    the bits of one pass of all, and ``len(rows)``."""
+    full_size = len(rows)
+    all_outputs = forward(rows)
+    smaller = [2**power for power in range(full_size.bit_length()) if min_size <= 2**power < full_size]
 
     def has_same_bits(start: int, size: int) -> bool:
         part = slice(start, start + size)
-        return _bits_of(forward(rows[part])) == _bits_of(whole[part])
+        return _copy_bytes(forward(rows[part])) == _copy_bytes(all_outputs[part])
 
-    return (*(size for size in smaller if has_same_bits(0, size) and has_same_bits(full - size, size)), full)
+    return (*(size for size in smaller if has_same_bits(0, size) and has_same_bits(full_size - size, size)), full_size)
 
 
-def _bits_of(found: Tensor) -> bytes:
-    return found.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+def _copy_bytes(outputs: Tensor) -> bytes:
+    return outputs.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def pack_bytes(outputs: Mapping[str, Tensor]) -> Tensor:
     """The bytes of several outputs, uint8 [n, bytes]."""
-    many = len(next(iter(outputs.values())))
-    parts = [each.reshape(many, each[0].numel()).contiguous() for each in outputs.values()]
+    num_rows = len(next(iter(outputs.values())))
+    parts = [each.reshape(num_rows, each[0].numel()).contiguous() for each in outputs.values()]
     return torch.cat([part.view(torch.uint8) for part in parts if part.shape[1]], 1)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .prediction import device_of
+from .prediction import find_device
 
-NUM_TRIED = 4  # tokens of the text that is tried: fewer than any table of positions has
+NUM_TOKENS = 4  # of the text that is tried: fewer than any table of positions has
 
 
-def num_words(model: Any) -> int | None:
+def count_known_tokens(model: Any) -> int | None:
     """Rows of the table of tokens; None if the model does not say which one it is, or has none. A number behind them
     would be an error on the CPU, and on a GPU the end of all work of the process."""
     stated = getattr(model.config, "vocab_size", None)
@@ -30,7 +30,7 @@ def num_words(model: Any) -> int | None:
         return stated
 
 
-def num_positions(model: Any, fields: Sequence[str]) -> list[int]:
+def list_position_limits(model: Any, fields: Sequence[str]) -> list[int]:
     """The most tokens that each table of positions allows; empty if the model has none. ``fields`` are the names of a
     tokenizer's rows."""
     tables = [each for each in model.modules() if "Embedding" in type(each).__name__ and hasattr(each, "weight")]
@@ -39,11 +39,11 @@ def num_positions(model: Any, fields: Sequence[str]) -> list[int]:
     padding = getattr(model.config, "pad_token_id", None)
     token = 2 if padding != 2 else 3
     values = {"input_ids": token, "attention_mask": 1}
-    taken = signature(model.forward).parameters
+    parameters = signature(model.forward).parameters
     text = {
-        name: torch.full((1, NUM_TRIED), values.get(name, 0), device=device_of(model))
+        name: torch.full((1, NUM_TOKENS), values.get(name, 0), device=find_device(model))
         for name in fields
-        if name in taken
+        if name in parameters
     }
     # What fails behind the tables will fail for each text alike, and be its error.
     with torch.inference_mode(), _LookUps() as look_ups, suppress(Exception):
@@ -51,7 +51,7 @@ def num_positions(model: Any, fields: Sequence[str]) -> list[int]:
     return [
         num_rows - rows[0]
         for num_rows, rows in look_ups.tables
-        if rows[:NUM_TRIED] == list(range(rows[0], rows[0] + NUM_TRIED))
+        if rows[:NUM_TOKENS] == list(range(rows[0], rows[0] + NUM_TOKENS))
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError
 
-from .generation import Generation
+from .generation import GenerationRequest
 from .results import Columns
 
 if TYPE_CHECKING:
@@ -30,29 +30,29 @@ def classify_logits(logits: Tensor, activation: Activation = "softmax") -> Colum
     return {"label": logits.argmax(1).numpy(), "probabilities": probabilities.numpy()}
 
 
-def embeddings_of(features: Tensor) -> Columns:
+def make_embeddings(features: Tensor) -> Columns:
     """An embedding for each row of float32 [n, features]."""
     return {"embedding": features.numpy()}
 
 
-def activation_of(config: Any) -> Activation:
+def choose_activation(config: Any) -> Activation:
     """The activation of a transformers configuration. Raises FormatError for a regression."""
     if config.problem_type == "regression":
         raise FormatError("the model is a regression, which has no classes to predict")
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
-def labels_of_config(config: Any) -> tuple[str, ...] | None:
+def read_config_labels(config: Any) -> tuple[str, ...] | None:
     """Class names of ``id2label``, if it has one for each class."""
-    found = {int(number): str(label) for number, label in (config.id2label or {}).items()}
-    return tuple(found[number] for number in range(len(found))) if set(found) == set(range(config.num_labels)) else None
+    names = {int(number): str(label) for number, label in (config.id2label or {}).items()}
+    return tuple(names[number] for number in range(len(names))) if set(names) == set(range(config.num_labels)) else None
 
 
-def device_of(model: nn.Module) -> torch.device:
+def find_device(model: nn.Module) -> torch.device:
     return next((each.device for each in chain(model.parameters(), model.buffers())), torch.device("cpu"))
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
+def find_dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
@@ -66,7 +66,7 @@ class TokenSampler:
     generator: torch.Generator
 
     @classmethod
-    def from_request(cls, request: Generation, device: torch.device) -> TokenSampler | None:
+    def from_request(cls, request: GenerationRequest, device: torch.device) -> TokenSampler | None:
         """None for a request without sampling. Without a seed, the numbers are new ones each time."""
         from transformers.generation import logits_process as library
 

@@ -18,16 +18,16 @@ from ckpt_tools.errors import UsageError
 
 from ..common.errors import translate_file_errors
 from ..common.garbage_collection import collect_rarely
-from .architectures import Architecture, architecture_of, refuse_tensor_options, refuse_unnamed_program
-from .config_folder import describing_folder
-from .loading import bytes_of, fill_model
-from .options import Exact, ModelOptions, TensorKeywords, TensorOptions
+from .architectures import Architecture, find_architecture, refuse_tensor_options, refuse_unnamed_program
+from .checkpoint_files import CheckpointFiles, read_consistently
+from .config_folder import open_config_folder
+from .loading import fill_model, view_bytes
+from .options import ExactMode, ModelOptions, TensorKeywords, TensorOptions
 from .results import BYTES, ModelInput, split_predictions
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
-from .steady import CheckpointFiles, read_consistently
 from .task import Task as Task
-from .task import TaskOptions, check_length, source_of
+from .task import TaskOptions, check_length, import_model_source
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ModelIdentity:
     """Identity of the loaded weights. ``digest`` is of names, dtypes, shapes and bytes of the loaded model, equal for
     every format it was stored in. ``step`` and ``world_size`` are None if the checkpoint does not record them."""
 
@@ -52,7 +52,7 @@ class Predictor:
     is the state of the files that it was loaded from."""
 
     name: str
-    identity: Identity
+    identity: ModelIdentity
     task: Task
     is_elsewhere: bool = False
     files: CheckpointFiles | None = None
@@ -101,12 +101,13 @@ class Predictor:
         """
         # Stacked rows keep their strides, and a library may sum in another order over another layout.
         rows = [
-            tuple(map(_row_major, each)) if isinstance(each, tuple) else _row_major(np.asarray(each)) for each in inputs
+            tuple(map(_to_c_order, each)) if isinstance(each, tuple) else _to_c_order(np.asarray(each))
+            for each in inputs
         ]
         return list(split_predictions(self.task.predict(rows))) if rows else []
 
 
-def _row_major(value: Any) -> Any:
+def _to_c_order(value: Any) -> Any:
     return np.asarray(value, order="C") if isinstance(value, np.ndarray) else value
 
 
@@ -120,7 +121,7 @@ def load_predictor(
     labels: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    exact: Exact = "full",
+    exact: ExactMode = "full",
     max_batch: int | None = None,
     embeddings: bool = False,
     max_new_tokens: int | None = None,
@@ -168,10 +169,8 @@ def load_predictor(
         max_new_tokens,
         max_pixels,
     )
-    class_names = None if labels is None else tuple(labels)
-    return load_with_options(
-        url, name or name_of(url), model_options, labels=class_names, storage_options=storage_options
-    )
+    name, class_names = name or name_model(url), None if labels is None else tuple(labels)
+    return load_with_options(url, name, model_options, labels=class_names, storage_options=storage_options)
 
 
 @collect_rarely()
@@ -184,46 +183,47 @@ def load_with_options(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """The result of :func:`load_predictor`. Raises UsageError too if the dtype or the device is none of torch's."""
-    dtype, device, config = options.torch_dtype(), options.torch_device(), options.reading.config
-    named = None if options.architecture is None else Architecture.parse(options.architecture)
+    dtype, device, config = options.get_torch_dtype(), options.get_torch_device(), options.reading.config
+    user_architecture = None if options.architecture is None else Architecture.parse(options.architecture)
     reading = options.reading.to_keywords()
 
-    def load(files: CheckpointFiles) -> Predictor:
-        if named is not None and named.is_program:
+    def load_once(files: CheckpointFiles) -> Predictor:
+        if user_architecture is not None and user_architecture.is_program:
             from .programs import load_program, make_program_task
 
-            program = load_program(named.library, url, device, storage_options)
-            identity = Identity(program.digest, str(url).partition("?")[0], named.library, None, None)
-            program_task = make_program_task(program, device, TaskOptions(named, None, labels, options))
-            return Predictor(name, identity, _with_options(program_task, options), files=files)
-        from .users_code import described_by
+            program = load_program(user_architecture.library, url, device, storage_options)
+            identity = ModelIdentity(program.digest, str(url).partition("?")[0], user_architecture.library, None, None)
+            program_task = make_program_task(program, device, TaskOptions(user_architecture, None, labels, options))
+            return Predictor(name, identity, _apply_options(program_task, options), files=files)
+        from .users_code import read_description
 
         summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
-        with describing_folder(summary.source, storage_options, config) as folder:
-            chosen = architecture_of(options.architecture, folder, summary.source, storage_options)
-            task_options = TaskOptions(chosen, folder, labels, options)
-            if (description := described_by(chosen)) is not None:
-                description.needed_inputs()  # before weights are read
-            chosen.check_plain(folder, dequantize=options.reading.dequantize)
-            source = source_of(chosen)
-            built = source.build_model(chosen, folder, dtype).to(device=device)
-            model = fill_model(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
-            digest = digest_of(model)
+        with open_config_folder(summary.source, storage_options, config) as folder:
+            architecture = find_architecture(options.architecture, folder, summary.source, storage_options)
+            task_options = TaskOptions(architecture, folder, labels, options)
+            if (description := read_description(architecture)) is not None:
+                description.require_inputs()  # before weights are read
+            architecture.check_not_quantized(folder, dequantize=options.reading.dequantize)
+            source = import_model_source(architecture)
+            empty_model = source.build_model(architecture, folder, dtype).to(device=device)
+            is_assumed = architecture.is_assumed
+            model = fill_model(empty_model, summary.source, storage_options, reading, is_assumed=is_assumed)
+            digest = digest_model(model)
             with translate_file_errors("the files beside the weights do not fit the model"):
-                task = _with_options(source.make_task(model, task_options), options)
-        identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
+                task = _apply_options(source.make_task(model, task_options), options)
+        identity = ModelIdentity(digest, summary.source, summary.format, summary.step, summary.world_size)
         return Predictor(name, identity, task, files=files)
 
-    if named is not None and named.is_program:
-        refuse_tensor_options(named.library, reading, dtype)
+    if user_architecture is not None and user_architecture.is_program:
+        refuse_tensor_options(user_architecture.library, reading, dtype)
     else:
         refuse_unnamed_program(url)
-    return read_consistently(url, storage_options, load, config)
+    return read_consistently(url, storage_options, load_once, config)
 
 
-def _with_options(task: Task, options: ModelOptions) -> Task:
+def _apply_options(task: Task, options: ModelOptions) -> Task:
     """The task with the options that are for all kinds of models."""
-    task = take_head_off(task) if options.embeddings else task
+    task = remove_head(task) if options.embeddings else task
     task = task if options.max_pixels is None else _limit_pixels(task, options.max_pixels)
     if options.exact == "buckets":
         _measure_passes(task)
@@ -232,10 +232,10 @@ def _with_options(task: Task, options: ModelOptions) -> Task:
 
 def _limit_pixels(task: Task, max_pixels: int) -> Task:
     """The task with another limit of pixels. Raises UsageError if it takes no images."""
-    from .image_labels import ImageLabels
-    from .ours import OurImages
+    from .image_classifiers import ImageClassifier
+    from .training_models import GreyImageClassifier
 
-    if not isinstance(task, ImageLabels | OurImages):
+    if not isinstance(task, ImageClassifier | GreyImageClassifier):
         raise UsageError("--max-pixels is for a model that takes images")
     return replace(task, max_pixels=max_pixels)
 
@@ -243,58 +243,59 @@ def _limit_pixels(task: Task, max_pixels: int) -> Task:
 def _measure_passes(task: Task) -> None:
     """Predict once, so that the sizes of forward passes are known before the first request. Rows of any size are
     measured when the first one of each shape comes."""
-    from .tensors import Tensors
+    from .tensors import TensorTask
 
-    if isinstance(task, Tensors):
+    if isinstance(task, TensorTask):
         task.measure_passes()
         return
     (spec,) = task.inputs
-    task.predict([task.decode(b"a", "a text") if spec.datatype == BYTES else spec.zeros()])
+    task.predict([task.decode(b"a", "a text") if spec.datatype == BYTES else spec.make_zeros()])
 
 
-def take_head_off(task: Task) -> Task:
+def remove_head(task: Task) -> Task:
     """The task with the last layer of its model taken out. A task that gives embeddings stays the same. Raises
     UsageError if the model has no linear layer that gives its classes."""
-    from .image_labels import ImageLabels
-    from .ours import OurImages
-    from .texts import TextLabels
+    from .image_classifiers import ImageClassifier
+    from .texts import TextClassifier
+    from .training_models import GreyImageClassifier
 
-    if not isinstance(task, ImageLabels | OurImages | TextLabels):
+    if not isinstance(task, ImageClassifier | GreyImageClassifier | TextClassifier):
         raise UsageError("--embeddings is for a model that tells classes apart, and for an encoder without a head")
     if task.num_features is not None:
         return task
     num_classes = next(spec.shape[1] for spec in task.outputs if spec.name == "probabilities")
-    return replace(task, num_features=_take_head(task.model, num_classes), labels=None, passes=replace(task.passes))
+    num_features = _remove_last_layer(task.model, num_classes)
+    return replace(task, num_features=num_features, labels=None, passes=replace(task.passes))
 
 
-def _take_head(model: nn.Module, num_classes: int) -> int:
+def _remove_last_layer(model: nn.Module, num_classes: int) -> int:
     """Replace the last linear layer by an identity; returns the number of features that go into it."""
     from torch import nn
 
-    found = [
+    layers = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module.out_features == num_classes
     ]
-    if not found:
+    if not layers:
         raise UsageError("the model does not end in a linear layer, so it is not clear what an embedding is")
-    name, head = found[-1]
+    name, head = layers[-1]
     model.set_submodule(name, nn.Identity())
     return head.in_features
 
 
-def digest_of(model: nn.Module) -> str:
+def digest_model(model: nn.Module) -> str:
     """BLAKE3 of the state dict, sorted by name: name, dtype, shape and bytes of each tensor."""
     from blake3 import blake3
 
-    found = blake3(max_threads=blake3.AUTO)
+    digest = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        found.update(bytes_of(tensor))
-    return f"blake3:{found.hexdigest()}"
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(view_bytes(tensor))
+    return f"blake3:{digest.hexdigest()}"
 
 
-def name_of(url: str | Path) -> str:
+def name_model(url: str | Path) -> str:
     """Last part of a path or URL, without the suffix of a weights file."""
     last = str(url).rstrip("/").rpartition("/")[2]
     stem, _, suffix = last.rpartition(".")

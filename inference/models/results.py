@@ -48,61 +48,61 @@ class Prediction:
     number: int = 0
 
     @classmethod
-    def of(cls, **outputs: Any) -> Prediction:
+    def from_outputs(cls, **outputs: Any) -> Prediction:
         """A prediction with these outputs. Floats become FP32, and texts objects."""
-        return cls({name: _column_of([value]) for name, value in outputs.items()})
+        return cls({name: _make_column([value]) for name, value in outputs.items()})
 
     def __getitem__(self, name: str) -> Any:
         """The output as an array or a scalar of numpy, or as a text. KeyError if the model has none of this name."""
         return self.columns[name][self.number]
 
-    def _plain(self, name: str) -> Any:
+    def _get_plain(self, name: str) -> Any:
         if name not in self.columns:
             return None
-        found = self[name]
-        return found.tolist() if isinstance(found, np.ndarray | np.generic) else found
+        value = self[name]
+        return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
     @property
     def label(self) -> int | None:
         """Number of the predicted class, of a classifier."""
-        return self._plain("label")
+        return self._get_plain("label")
 
     @property
     def probabilities(self) -> tuple[float, ...] | None:
         """Probability of each class, of a classifier."""
-        found = self._plain("probabilities")
-        return None if found is None else tuple(found)
+        probabilities = self._get_plain("probabilities")
+        return None if probabilities is None else tuple(probabilities)
 
     @property
     def text(self) -> str | None:
-        return self._plain("text")
+        return self._get_plain("text")
 
     @property
     def embedding(self) -> tuple[float, ...] | None:
-        found = self._plain("embedding")
-        return None if found is None else tuple(found)
+        embedding = self._get_plain("embedding")
+        return None if embedding is None else tuple(embedding)
 
-    def shown(self) -> Any:
+    def to_plain(self) -> Any:
         """The outputs as plain values of Python, nested lists for tensors; or what a user's own ``encode`` made of
         them."""
         if ANSWER in self.columns:
             return json.loads(self[ANSWER])
-        return {name: self._plain(name) for name in self.columns}
+        return {name: self._get_plain(name) for name in self.columns}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Prediction) and self._bits() == other._bits()
+        return isinstance(other, Prediction) and self._get_bits() == other._get_bits()
 
     def __hash__(self) -> int:
-        return hash(tuple(self._bits().items()))
+        return hash(tuple(self._get_bits().items()))
 
     def __repr__(self) -> str:
-        return f"Prediction({', '.join(f'{name}={self._plain(name)!r}' for name in self.columns)})"
+        return f"Prediction({', '.join(f'{name}={self._get_plain(name)!r}' for name in self.columns)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only this row, not those of the whole batch."""
         return Prediction, ({name: column[self.number : self.number + 1] for name, column in self.columns.items()},)
 
-    def _bits(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    def _get_bits(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         rows = {name: np.asarray(self[name]) for name in self.columns}
         return {
             name: (str(row.dtype), row.shape, str(row).encode() if row.dtype == object else row.tobytes())
@@ -110,18 +110,18 @@ class Prediction:
         }
 
 
-def _column_of(values: Sequence[Any]) -> Array:
+def _make_column(values: Sequence[Any]) -> Array:
     if isinstance(values[0], str):
-        return text_column(values)
-    found = np.asarray(values)
-    return found.astype(np.float32) if found.dtype.kind == "f" else found
+        return make_text_column(values)
+    column = np.asarray(values)
+    return column.astype(np.float32) if column.dtype.kind == "f" else column
 
 
-def text_column(values: Sequence[str]) -> Array:
+def make_text_column(values: Sequence[str]) -> Array:
     """A column of texts."""
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column
 
 
 def concatenate_rows(parts: Sequence[Array]) -> Array:
@@ -130,10 +130,10 @@ def concatenate_rows(parts: Sequence[Array]) -> Array:
         return parts[0]
     if len({part.shape[1:] for part in parts}) == 1:
         return np.concatenate(parts)
-    found = np.empty(sum(map(len, parts)), object)
+    column = np.empty(sum(map(len, parts)), object)
     for number, row in enumerate(row for part in parts for row in part):
-        found[number] = row
-    return found
+        column[number] = row
+    return column
 
 
 def predict_by_group(
@@ -158,10 +158,10 @@ def split_predictions(columns: Columns) -> Iterator[Prediction]:
 BATCH = -1  # the batch dimension, or any size
 
 
-def shape_fits(have: Sequence[int], want: Sequence[int]) -> bool:
-    """Whether a shape is ``want``, in which -1 is any size except 0."""
-    return len(have) == len(want) and all(
-        size > 0 and wanted in (BATCH, size) for size, wanted in zip(have, want, strict=True)
+def does_shape_fit(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether ``shape`` is the ``wanted`` one, in which -1 is any size except 0."""
+    return len(shape) == len(wanted) and all(
+        size > 0 and wanted_size in (BATCH, size) for size, wanted_size in zip(shape, wanted, strict=True)
     )
 
 
@@ -185,6 +185,6 @@ class TensorSpec:
             return None
         return prod(self.shape[1:]) * DTYPES[self.datatype].itemsize
 
-    def zeros(self) -> Array:
+    def make_zeros(self) -> Array:
         """One row of zeros, with one element in each dimension of any size."""
         return np.zeros([max(1, size) for size in self.shape[1:]], DTYPES[self.datatype])

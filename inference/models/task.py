@@ -13,7 +13,7 @@ import numpy as np
 from ckpt_tools.errors import FormatError, UsageError
 
 from .images import ImageReading
-from .results import BATCH, Columns, ModelInput, TensorSpec, shape_fits
+from .results import BATCH, Columns, ModelInput, TensorSpec, does_shape_fit
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from .architectures import Architecture
     from .options import ModelOptions
-    from .passes import Passes
+    from .passes import ForwardPasses
 
 MAX_BATCH = 8  # inputs per forward pass of library models
 
-BYTES_A_TOKEN = 16  # on average over a whole text; more than in any language and in indented code
-LEAST_BYTES = 2**16  # limit of a text for the shortest models: spaces may vanish, and a word be one token
+TOKEN_BYTES = 16  # on average over a whole text; more than in any language and in indented code
+MIN_TEXT_BYTES = 2**16  # limit of a text for the shortest models: spaces may vanish, and a word be one token
 UNLIMITED_BYTES = 2**20  # limit of a text for a model that takes any number of tokens
 
 
@@ -34,9 +34,9 @@ class TooLongError(FormatError):
     """A text of more bytes than the model can take. It is not tokenized, which needs 300 times the memory."""
 
 
-def max_bytes_of(num_tokens: int | None) -> int:
+def choose_max_bytes(num_tokens: int | None) -> int:
     """The most bytes of a text for a model that takes ``num_tokens``; None if it does not say so."""
-    return UNLIMITED_BYTES if num_tokens is None else max(LEAST_BYTES, BYTES_A_TOKEN * num_tokens)
+    return UNLIMITED_BYTES if num_tokens is None else max(MIN_TEXT_BYTES, TOKEN_BYTES * num_tokens)
 
 
 def check_length(num_bytes: int, most: int | None, name: str) -> None:
@@ -45,7 +45,7 @@ def check_length(num_bytes: int, most: int | None, name: str) -> None:
         raise TooLongError(f"{name} has {num_bytes:,} bytes; the model takes at most {most:,}")
 
 
-def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[TensorSpec, ...]:
+def list_classifier_outputs(num_classes: int, num_features: int | None) -> tuple[TensorSpec, ...]:
     """Outputs of a classifier, or with ``num_features`` of one without its head."""
     if num_features is not None:
         return (TensorSpec("embedding", "FP32", (BATCH, num_features)),)
@@ -61,11 +61,11 @@ class TaskOptions:
     labels: tuple[str, ...] | None
     model: ModelOptions
 
-    def passes(self, full: int = MAX_BATCH) -> Passes:
-        """The forward passes of a task that has ``full`` inputs in each by default."""
-        from .passes import Passes
+    def make_passes(self, full_size: int = MAX_BATCH) -> ForwardPasses:
+        """The forward passes of a task that has ``full_size`` inputs in each by default."""
+        from .passes import ForwardPasses
 
-        return Passes(self.model.max_batch or full, self.model.exact)
+        return ForwardPasses(self.model.max_batch or full_size, self.model.exact)
 
 
 class Task(Protocol):
@@ -106,7 +106,7 @@ def check_inputs(inputs: Sequence[ModelInput], dtype: type[np.generic], shape: t
     for number, given in enumerate(inputs):
         if not isinstance(given, np.ndarray):
             raise FormatError(f"input {number} is {type(given).__name__}; the model takes arrays")
-        if given.dtype != dtype or not shape_fits(given.shape, shape):
+        if given.dtype != dtype or not does_shape_fit(given.shape, shape):
             raise FormatError(
                 f"input {number} is {given.dtype} {list(given.shape)}; the model takes {np.dtype(dtype)} {list(shape)}"
             )
@@ -118,7 +118,7 @@ def check_labels(labels: tuple[str, ...] | None, num_classes: int) -> None:
         raise UsageError(f"there are {len(labels)} labels for the model's {num_classes} classes")
 
 
-def text_of(data: bytes, name: str) -> str:
+def decode_text(data: bytes, name: str) -> str:
     """Decode UTF-8. Raises FormatError."""
     try:
         return data.decode()
@@ -139,9 +139,9 @@ class ModelSource(Protocol):
         beside the weights do not say how an input is prepared."""
 
 
-MODULES = {"ours": "ours", "hf": "hugging_face", "torchvision": "torchvision_models", "timm": "timm_models"}
+MODULES = {"ours": "training_models", "hf": "hugging_face", "torchvision": "torchvision_models", "timm": "timm_models"}
 """The module beside this one for the models of each library; ``users_code`` is for all others."""
 
 
-def source_of(architecture: Architecture) -> ModelSource:
+def import_model_source(architecture: Architecture) -> ModelSource:
     return cast(ModelSource, import_module(f".{MODULES.get(architecture.library, 'users_code')}", __package__))

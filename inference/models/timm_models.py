@@ -13,21 +13,21 @@ from torch import nn
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.errors import translate_file_errors
-from .architectures import Architecture, import_library, is_name_of_timm
+from .architectures import Architecture, import_library, is_timm_name
 from .config_folder import CONFIG, read_config
-from .image_labels import ImageLabels, classifier_of
-from .images import Mode
-from .prediction import device_of, dtype_of
+from .image_classifiers import ImageClassifier, make_image_classifier
+from .images import ImageMode
+from .prediction import find_device, find_dtype
 from .results import BATCH, TensorSpec
 from .task import Task, TaskOptions
-from .tensors import Network, call_in_order, tensors_of
+from .tensors import Network, call_in_order, make_tensor_task
 from .uninitialized import SkipInitialisation
 
 
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
     library, name = import_library("timm", "timm"), architecture.name
     stated = read_config(folder).get("architecture")
-    is_described = is_name_of_timm(stated)
+    is_described = is_timm_name(stated)
     # A name may end in a tag of weights: resnet18.a1_in1k
     if is_described and stated != name.partition(".")[0]:
         raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{stated}, not of timm:{name}")
@@ -46,16 +46,16 @@ def make_task(model: Any, options: TaskOptions) -> Task:
     """A classifier, with the preprocessing and the class names of its configuration; one without classes gives
     embeddings, or is answered by tensors. Raises FormatError if the configuration does not fit the model."""
     if getattr(model, "num_classes", 0) or options.model.embeddings:
-        return _classifier(model, options)
+        return _make_classifier(model, options)
     from timm import data
 
     size = data.resolve_model_data_config(model)["input_size"]
     inputs = (TensorSpec("image", "FP32", (BATCH, *size)),)
-    network = Network(inputs, call_in_order(model), device_of(model), dtype_of(model))
-    return tensors_of(network, options.passes())
+    network = Network(inputs, call_in_order(model), find_device(model), find_dtype(model))
+    return make_tensor_task(network, options.make_passes())
 
 
-def _classifier(model: Any, options: TaskOptions) -> ImageLabels:
+def _make_classifier(model: Any, options: TaskOptions) -> ImageClassifier:
     from timm import data
 
     # A wrapper that gives maps of features alone has no such attribute.
@@ -63,13 +63,13 @@ def _classifier(model: Any, options: TaskOptions) -> ImageLabels:
     with translate_file_errors("timm's preparation of images is not usable"):
         settings = data.resolve_model_data_config(model)
         transform = data.create_transform(**settings, is_training=False)
-        mode: Mode = "L" if settings["input_size"][0] == 1 else "RGB"
-        known = _class_names(model.pretrained_cfg, num_classes or 0)
-        found = classifier_of(model, transform, known, options, mode)
-    return replace(found, num_features=found.num_classes) if num_classes == 0 else found
+        mode: ImageMode = "L" if settings["input_size"][0] == 1 else "RGB"
+        names = _read_class_names(model.pretrained_cfg, num_classes or 0)
+        task = make_image_classifier(model, transform, names, options, mode)
+    return replace(task, num_features=task.num_classes) if num_classes == 0 else task
 
 
-def _class_names(config: Mapping[str, Any], num_classes: int) -> tuple[str, ...]:
+def _read_class_names(config: Mapping[str, Any], num_classes: int) -> tuple[str, ...]:
     """Class names in ``label_names``, which is a list, or has numbers as keys and may have gaps."""
     from timm.data import CustomDatasetInfo
 

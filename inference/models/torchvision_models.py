@@ -15,14 +15,14 @@ from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.errors import translate_file_errors
 from .architectures import Architecture, import_library
-from .image_labels import classifier_of
-from .prediction import device_of, dtype_of
+from .image_classifiers import make_image_classifier
+from .prediction import find_device, find_dtype
 from .results import BATCH, TensorSpec
 from .task import Task, TaskOptions
-from .tensors import HOW_TO_BUILD, Network, Shapes, Tensors, call_in_order, tensors_of
+from .tensors import HOW_TO_BUILD, Network, RowShapes, TensorTask, call_in_order, make_tensor_task
 from .uninitialized import SkipInitialisation
 
-OF_TORCHVISION: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+INPUTS_BY_TRANSFORMS: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "ObjectDetection": (("image",), (3, BATCH, BATCH)),
     "SemanticSegmentation": (("image",), (3, BATCH, BATCH)),
     "OpticalFlow": (("image1", "image2"), (3, BATCH, BATCH)),
@@ -51,27 +51,27 @@ def make_task(model: nn.Module, options: TaskOptions) -> Task:
     from torchvision.transforms._presets import ImageClassification
 
     weights: Any = get_model_weights(options.architecture.name)
-    known = weights.DEFAULT if hasattr(weights, "DEFAULT") else next(iter(weights))
-    transforms = known.transforms()
+    default = weights.DEFAULT if hasattr(weights, "DEFAULT") else next(iter(weights))
+    transforms = default.transforms()
     if not isinstance(transforms, ImageClassification):
-        return _task_by_tensors(model, transforms, options)
-    return classifier_of(model, transforms, known.meta["categories"], options)
+        return _make_tensor_task(model, transforms, options)
+    return make_image_classifier(model, transforms, default.meta["categories"], options)
 
 
-def _task_by_tensors(model: nn.Module, transforms: Any, options: TaskOptions) -> Tensors:
+def _make_tensor_task(model: nn.Module, transforms: Any, options: TaskOptions) -> TensorTask:
     """A model for another task than to classify images, by what ``transforms`` would give it. Raises UsageError if the
     task is unknown."""
-    kind, passes = type(transforms).__name__, options.passes()
-    if kind not in OF_TORCHVISION:
+    kind, passes = type(transforms).__name__, options.make_passes()
+    if kind not in INPUTS_BY_TRANSFORMS:
         raise UsageError(f"a model of torchvision that is prepared by {kind} is not known here; {HOW_TO_BUILD}")
-    names, shape = OF_TORCHVISION[kind]
+    names, shape = INPUTS_BY_TRANSFORMS[kind]
     inputs = tuple(TensorSpec(name, "FP32", (BATCH, *shape)) for name in names)
-    is_listed = kind == "ObjectDetection"
-    call = (lambda given: model(list(given["image"]))) if is_listed else call_in_order(model)
-    examples: tuple[Shapes, Shapes] = ((), ())
+    gives_list = kind == "ObjectDetection"
+    call = (lambda tensors: model(list(tensors["image"]))) if gives_list else call_in_order(model)
+    examples: tuple[RowShapes, RowShapes] = ((), ())
     if kind == "VideoClassification":
         (size,) = {*transforms.crop_size}
         # A clip is as much work as many images.
-        examples, passes = (((3, 16, size, size),),) * 2, replace(passes, full=1)
-    network = Network(inputs, call, device_of(model), dtype_of(model), (), examples, is_listed=is_listed or None)
-    return tensors_of(network, passes)
+        examples, passes = (((3, 16, size, size),),) * 2, replace(passes, full_size=1)
+    network = Network(inputs, call, find_device(model), find_dtype(model), (), examples, gives_list=gives_list or None)
+    return make_tensor_task(network, passes)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ckpt_tools.errors import UsageError
 
-FILLING = frozenset({"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"})
+FILLING_METHODS = frozenset({"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_"})
 """Tensor methods that ``torch.nn.init`` and the libraries' initialisation use."""
 
 
@@ -32,7 +32,7 @@ class SkipInitialisation(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         target = args[0] if args else named.get("tensor")
-        fills = getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING
+        fills = getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING_METHODS
         if isinstance(target, nn.Parameter) and fills:
             return target
         return func(*args, **named)
@@ -51,10 +51,10 @@ def allocate_meta_tensors(model: nn.Module, device: str | torch.device) -> nn.Mo
                         table = f"{prefix}.{name}".lstrip(".")
                         where = "is on the meta device, and no checkpoint has it; build the model elsewhere"
                         raise UsageError(f"the model's table {table} {where}")
-                    _, holder[name] = made.setdefault(id(tensor), (tensor, _empty_like(tensor, device)))
+                    _, holder[name] = made.setdefault(id(tensor), (tensor, _make_empty_like(tensor, device)))
     return model
 
 
-def _empty_like(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    found = torch.empty_like(tensor, device=device)
-    return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+def _make_empty_like(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

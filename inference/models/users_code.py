@@ -20,49 +20,49 @@ from ckpt_tools.errors import UsageError
 
 from ..common.training_package import references
 from .architectures import Architecture
-from .prediction import device_of
+from .prediction import find_device
 from .results import BATCH, TensorSpec
 from .task import TaskOptions
-from .tensors import TORCH_DTYPES, FileFunctions, Network, Tensors, call_in_order, tensors_of
+from .tensors import TORCH_DTYPES, FileFunctions, Network, TensorTask, call_in_order, make_tensor_task
 
 EXAMPLE = 'inputs = {"image": ("FP32", [-1, 3, 224, 224])}'
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Description:
+class NetworkDescription:
     """Description of a network in a module of the user's: ``inputs`` and ``outputs`` with datatype and shape by name,
     and the functions ``decode`` and ``encode``; each may be missing."""
 
     name: str = ""
     inputs: tuple[TensorSpec, ...] | None = None
     outputs: tuple[TensorSpec, ...] | None = None
-    files: FileFunctions = field(default_factory=FileFunctions)
+    functions: FileFunctions = field(default_factory=FileFunctions)
 
     @classmethod
-    def from_module(cls, module: ModuleType) -> Description:
+    def from_module(cls, module: ModuleType) -> NetworkDescription:
         """Raises UsageError if ``inputs`` or ``outputs`` is something else."""
-        files = FileFunctions(_function_of(module, "decode"), _function_of(module, "encode"))
-        return cls(module.__name__, _specs_of(module, "inputs"), _specs_of(module, "outputs"), files)
+        functions = FileFunctions(_get_function(module, "decode"), _get_function(module, "encode"))
+        return cls(module.__name__, _parse_specs(module, "inputs"), _parse_specs(module, "outputs"), functions)
 
-    def needed_inputs(self) -> tuple[TensorSpec, ...]:
+    def require_inputs(self) -> tuple[TensorSpec, ...]:
         """Raises UsageError if there are none."""
         if self.inputs is None:
             raise UsageError(f"{self.name} does not say what its network takes; add a line such as {EXAMPLE}")
         return self.inputs
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def output_names(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.outputs or ())
 
 
-def _function_of(module: ModuleType, name: str) -> Callable[..., Any] | None:
-    found = getattr(module, name, None)
-    if found is not None and not callable(found):
-        raise UsageError(f"{name} of {module.__name__} is a {type(found).__name__}, not a function")
-    return found
+def _get_function(module: ModuleType, name: str) -> Callable[..., Any] | None:
+    function = getattr(module, name, None)
+    if function is not None and not callable(function):
+        raise UsageError(f"{name} of {module.__name__} is a {type(function).__name__}, not a function")
+    return function
 
 
-def _specs_of(module: ModuleType, attribute: str) -> tuple[TensorSpec, ...] | None:
+def _parse_specs(module: ModuleType, attribute: str) -> tuple[TensorSpec, ...] | None:
     given = getattr(module, attribute, None)
     if given is None:
         return None
@@ -83,10 +83,10 @@ def _parse_spec(where: str, name: object, given: object) -> TensorSpec:
     )
 
 
-def described_by(architecture: Architecture) -> Description | None:
+def read_description(architecture: Architecture) -> NetworkDescription | None:
     """Description in the user's own module; None if there is no such module."""
     module = architecture.users_module
-    return None if module is None else Description.from_module(module)
+    return None if module is None else NetworkDescription.from_module(module)
 
 
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
@@ -106,16 +106,19 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
     return model.to(dtype=dtype)
 
 
-def make_task(model: nn.Module, options: TaskOptions) -> Tensors:
+def make_task(model: nn.Module, options: TaskOptions) -> TensorTask:
     """The task of a network of the user's, which gets its inputs in the order of its description. Floats are cast to
     the dtype of ``options`` if it is given. Raises UsageError if it does not take them, or gives something else than
     tensors."""
-    description = described_by(options.architecture)
+    description = read_description(options.architecture)
     assert description is not None
-    return task_of_module(model, description, options)
+    return make_module_task(model, description, options)
 
 
-def task_of_module(model: nn.Module, description: Description, options: TaskOptions) -> Tensors:
-    inputs = description.needed_inputs()
-    network = Network(inputs, call_in_order(model), device_of(model), options.model.torch_dtype(), description.names)
-    return tensors_of(network, options.passes(), declared=description.outputs, files=description.files)
+def make_module_task(model: nn.Module, description: NetworkDescription, options: TaskOptions) -> TensorTask:
+    inputs = description.require_inputs()
+    dtype = options.model.get_torch_dtype()
+    network = Network(inputs, call_in_order(model), find_device(model), dtype, description.output_names)
+    return make_tensor_task(
+        network, options.make_passes(), declared=description.outputs, functions=description.functions
+    )

@@ -27,7 +27,7 @@ with use_default_interrupt():
 
     from ..common.errors import make_printable, report_errors
     from ..common.training_package import commands
-    from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
+    from ..models.options import MODEL_HEADINGS, ModelOptions, add_reading_options
     from .settings import (
         GrpcSettings,
         ServiceSettings,
@@ -144,10 +144,10 @@ class ServeOptions:
         """Check the certificate and the headers of the models. Raises ``CkptError``."""
         if self.certfile is not None:
             _check_certificate(self.certfile, self.keyfile)
-        from ..models.architectures import check_there
+        from ..models.architectures import check_readable
 
         for source in self.list_sources():
-            check_there(source.url, source.options.architecture, source.options.reading.config)
+            check_readable(source.url, source.options.architecture, source.options.reading.config)
 
 
 def check_combination(context: click.Context) -> None:
@@ -248,7 +248,7 @@ HEADINGS = {
     help="TOML file with a table for each model: url and options.",
 )
 @click.option("--architecture", help="Architecture of the weights: ours, hf, torchvision:NAME, ...")
-@reading_options
+@add_reading_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=PORT, default=8000, help="HTTP port; 0 takes a free one.")
 @click.option("--grpc-port", type=PORT, help="Serve gRPC too, on this port; 0 takes a free one.")
@@ -329,7 +329,7 @@ def main(**options: Any) -> None:
             has_access_log=options.pop("access_log"),
         )
         models = (*filter(None, [options.pop("model")]), *options.pop("models"))
-        serve_until_signal(ServeOptions(models, settings, model_options=ModelOptions.taken_from(options), **options))
+        serve_until_signal(ServeOptions(models, settings, model_options=ModelOptions.take_from(options), **options))
 
 
 def serve_until_signal(options: ServeOptions) -> None:

@@ -36,7 +36,7 @@ class InputDecoder:
         reading = predictor.task.reading
         if reading is None:
             return await self._run_in_pool(self._usual_pool, lambda: predictor.decode(data, name))
-        size = reading.num_pixels(data)
+        size = reading.count_pixels(data)
         if reading.is_input and len(data) <= TINY_BYTES and size <= TINY_PIXELS:
             return predictor.decode(data, name)
         if size <= LARGE_PIXELS:

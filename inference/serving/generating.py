@@ -15,7 +15,7 @@ import orjson
 
 from ckpt_tools.errors import FormatError
 
-from ..models.generation import LIMITS, Generation, generate, messages_of
+from ..models.generation import LIMITS, GenerationRequest, generate_text, parse_messages
 from .batching import Execution, QueueFullError
 from .repository import ModelVersion
 
@@ -31,7 +31,7 @@ class GenerateRequest:
     """A valid request; ``timeout`` in seconds."""
 
     id: str | None
-    generation: Generation
+    generation: GenerationRequest
     timeout: float | None
 
     @classmethod
@@ -58,7 +58,7 @@ class GenerateRequest:
         return {"id": self.id, **answer} if self.id else answer
 
 
-def _parse_generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple[Generation, float | None]:
+def _parse_generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple[GenerationRequest, float | None]:
     """The request, and its timeout in seconds."""
     if unknown := sorted(parameters.keys() - set(PARAMETERS)):
         raise FormatError(f"the parameter {unknown[0][:60]!r} is unknown; there are {', '.join(PARAMETERS)}")
@@ -76,8 +76,8 @@ def _parse_generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple):
         raise FormatError("stop has to be a text or a list of texts")
-    generation = Generation(
-        messages_of(prompts["messages"]) if prompt is None else prompt, is_stream, tuple(stops), **parameters
+    generation = GenerationRequest(
+        parse_messages(prompts["messages"]) if prompt is None else prompt, is_stream, tuple(stops), **parameters
     )
     return generation, timeout / 1e6 or None
 
@@ -102,7 +102,7 @@ class TextGenerator:
     _places: dict[ModelVersion, _GenerationPlaces] = field(default_factory=dict)
 
     async def stream_pieces(
-        self, version: ModelVersion, generation: Generation, deadline: float
+        self, version: ModelVersion, generation: GenerationRequest, deadline: float
     ) -> AsyncGenerator[str]:
         """The text in pieces that are not empty. The generation ends when this iterator is closed. Raises what the
         model raises, TimeoutError at the time ``deadline`` of the event loop, and QueueFullError if too many wait."""
@@ -119,7 +119,7 @@ class TextGenerator:
 
             def run_generation() -> None:
                 try:
-                    generate(version.predictor.task, generation, push_piece)
+                    generate_text(version.predictor.task, generation, push_piece)
                 except _ClientLeftError:
                     return
                 except Exception as error:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from ..models.predictor import Identity
+    from ..models.predictor import ModelIdentity
     from .batching import Execution
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,7 +73,7 @@ class ServiceMetrics:
 class VersionMetrics:
     """Metrics of one version of a model."""
 
-    def __init__(self, metrics: ServiceMetrics, model: str, number: int, weights: Identity) -> None:
+    def __init__(self, metrics: ServiceMetrics, model: str, number: int, weights: ModelIdentity) -> None:
         labels = (model, str(number))
         self._counters = {name: metric.labels(*labels) for name, metric in metrics.counters.items()}
         self._failures = {reason: metrics.failures.labels(*labels, reason) for reason in FAILURE_REASONS}

@@ -19,7 +19,7 @@ import orjson
 from ckpt_tools.errors import FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-from ..models.results import BYTES, DTYPES, Array, ModelInput, shape_fits, text_column
+from ..models.results import BYTES, DTYPES, Array, ModelInput, make_text_column, shape_fits
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
@@ -367,7 +367,7 @@ def make_column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Outp
     """A requested output, from one prediction per row. Raises BadRequestError if the rows differ in shape."""
     rows = [prediction[wanted.spec.name] for prediction in predictions]
     if wanted.spec.datatype == BYTES:
-        return OutputColumn(wanted.spec, text_column(rows))
+        return OutputColumn(wanted.spec, make_text_column(rows))
     if len({row.shape for row in rows}) > 1:
         raise BadRequestError(
             f"the output {wanted.spec.name} differs in shape between the rows of the request; ask for each by itself"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from ckpt_tools.errors import CkptError, UsageError
 
 from ..common.errors import to_ckpt_error
+from ..models.checkpoint_files import CheckpointFiles
 from ..models.predictor import Prediction, Predictor
 from ..models.results import ModelInput
-from ..models.steady import CheckpointFiles
 from .batching import Batcher
 from .metrics import ServiceMetrics, VersionMetrics
 from .sources import NamedSource as NamedSource

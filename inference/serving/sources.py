@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.process.text_files import read_text
 
-from ..models.options import DEFAULTS, ModelOptions
+from ..models.options import DEFAULT_OPTIONS, ModelOptions
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 DEFAULT_NAME = "model"
@@ -34,7 +34,7 @@ class NamedSource:
 
     name: str
     url: str
-    options: ModelOptions = DEFAULTS
+    options: ModelOptions = DEFAULT_OPTIONS
 
 
 def parse_source(text: str, options: ModelOptions) -> NamedSource:

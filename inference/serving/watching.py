@@ -20,8 +20,8 @@ from ckpt_tools.errors import (
 )
 
 from ..common.errors import describe_any_error
+from ..models.checkpoint_files import CheckpointFiles
 from ..models.predictor import Predictor
-from ..models.steady import CheckpointFiles
 from .repository import UNLOADED, ModelRepository, ModelsEndedError, ModelSlot, ModelVersion
 
 MAX_RETRY_SECONDS = 300.0

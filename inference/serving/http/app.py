@@ -158,7 +158,7 @@ def choose_model(repository: ModelRepository, name: str | None) -> str:
 
 def render_prediction(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
     """Fields of the prediction, and the name of its label if known."""
-    fields = prediction.shown()
+    fields = prediction.to_plain()
     if predictor.labels and prediction.label is not None:
         fields["name"] = predictor.labels[prediction.label]
     return fields

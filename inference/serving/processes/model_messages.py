@@ -11,10 +11,10 @@ import numpy as np
 from ...models.results import Array, ModelInput
 
 if TYPE_CHECKING:
+    from ...models.checkpoint_files import CheckpointFiles
     from ...models.images import ImageReading
-    from ...models.predictor import Identity
+    from ...models.predictor import ModelIdentity
     from ...models.results import TensorSpec
-    from ...models.steady import CheckpointFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ def list_facts(task: Any) -> list[Any]:
 class LoadedModelFacts:
     """Facts about a loaded model, as in :class:`.predictor.Predictor`."""
 
-    identity: Identity
+    identity: ModelIdentity
     task: TaskFacts
     files: CheckpointFiles | None
 

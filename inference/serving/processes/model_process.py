@@ -27,7 +27,7 @@ from ckpt_tools.process.credentials import mask_output, mask_secrets
 from ckpt_tools.process.signals import STOP_SIGNALS
 
 from ...common.garbage_collection import collect_and_freeze
-from ...models.generation import Generation, Give, generate
+from ...models.generation import GenerationRequest, TextCallback, generate_text
 from ...models.results import Array, Columns, ModelInput
 from .model_messages import LoadedModelFacts, TaskFacts, UnexpectedFailure, list_facts
 
@@ -59,8 +59,8 @@ class HostedModel:
     def predict_stacked(self, stacked: tuple[Array, ...]) -> Columns:
         return self.predict(list(stacked[0]) if len(stacked) == 1 else list(zip(*stacked, strict=True)))
 
-    def generate(self, generation: Generation, give: Give) -> None:
-        generate(self._predictor.task, generation, give)
+    def generate(self, generation: GenerationRequest, give: TextCallback) -> None:
+        generate_text(self._predictor.task, generation, give)
 
     def decode(self, data: bytes, name: str) -> ModelInput:
         return self._predictor.decode(data, name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from ...models.generation import Generation, Give
+from ...models.generation import GenerationRequest, TextCallback
 from ...models.predictor import Predictor
 from ...models.results import Array, Columns, ModelInput
 from ..repository import ModelRepository, ModelsEndedError, NamedSource
@@ -217,7 +217,7 @@ class RemoteTask(TaskFacts):
         columns: Columns = self._call("predict", inputs) if stacked is None else self._call("predict_stacked", stacked)
         return columns
 
-    def generate(self, generation: Generation, give: Give) -> None:
+    def generate(self, generation: GenerationRequest, give: TextCallback) -> None:
         """Generate a text over a connection of its own, which is closed if ``give`` raises."""
         with self.process.connect() as connection:
             piece = self.process.call_over(connection, self.number, "generate", generation)

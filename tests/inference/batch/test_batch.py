@@ -175,7 +175,7 @@ def test_what_a_kill_left_is_replaced_if_asked(rows, model, image_folder, tmp_pa
 
 def write_one(writer: RowWriter) -> None:
     writer.begin_run(RunDigests("model", "input", "options"), OutputColumns("label", None, 1), lambda row: None)
-    writer.write([OutputRow("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)])
+    writer.write([OutputRow("a", Prediction.from_outputs(label=0, probabilities=(1.0,)), None, None)])
 
 
 def test_a_second_run_on_the_same_file_is_refused(model, image_folder, tmp_path):

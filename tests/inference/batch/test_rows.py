@@ -34,7 +34,7 @@ def predictions(draw: st.DrawFn) -> Prediction:
     """The label is one of the most probable, not always the first of them."""
     found = draw(PROBABILITIES)
     label = draw(st.sampled_from([n for n, each in enumerate(found) if each == max(found)]))
-    return Prediction.of(label=label, probabilities=tuple(found))
+    return Prediction.from_outputs(label=label, probabilities=tuple(found))
 
 
 @settings(max_examples=30)
@@ -80,10 +80,12 @@ def found(judged):
     """What the report says of them, and of three rows that must change nothing: two bad ones, one of unknown truth."""
     tally = Tally()
     for number, (truth, label, row) in enumerate(zip(*judged, strict=True)):
-        tally.add_row(OutputRow(str(number), Prediction.of(label=int(label), probabilities=row), int(truth), None))
+        prediction = Prediction.from_outputs(label=int(label), probabilities=row)
+        tally.add_row(OutputRow(str(number), prediction, int(truth), None))
     tally.add_row(OutputRow("bad", None, 1, "is not an image file"))
     tally.add_row(OutputRow("bad too", None, None, "is not an image file"))
-    tally.add_row(OutputRow("unknown", Prediction.of(label=0, probabilities=(1.0,) * NUM_CLASSES), None, None))
+    certain = Prediction.from_outputs(label=0, probabilities=(1.0,) * NUM_CLASSES)
+    tally.add_row(OutputRow("unknown", certain, None, None))
     return summarize_tally(tally, name_classes(tally, ("a", "b", "c", "d", "e", "f")))
 
 

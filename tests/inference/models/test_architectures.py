@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from inference.models.architectures import Architecture, architecture_of
+from inference.models.architectures import Architecture, find_architecture
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
-from inference.models.task import source_of
+from inference.models.task import import_model_source
 from inference.serving.__main__ import ServeOptions
 from inference.serving.settings import ServiceSettings
 from tests.inference.commands import predict, predicted
@@ -81,7 +81,7 @@ def parsed(text: str) -> Callable[[Path], object]:
 
 def built(text: str) -> Callable[[Path], object]:
     architecture = Architecture.parse(text)
-    return lambda _: source_of(architecture).build_model(architecture, None, None)
+    return lambda _: import_model_source(architecture).build_model(architecture, None, None)
 
 
 NONE = "not an architecture"
@@ -131,7 +131,7 @@ def test_what_is_assumed_is_printed(image_folder, tmp_path, capsys):
 
 def test_a_run_of_a_built_in_model_is_known_by_its_settings(tmp_path):
     lm = saved(tmp_path / "lm", {"w": torch.zeros(2)}, model="lm", model_arg="layers=2; width=64")
-    found = architecture_of(None, None, lm, None)
+    found = find_architecture(None, None, lm, None)
     assert (found.library, found.name, found.arguments) == ("ours", "lm", {"layers": 2, "width": 64})
     assert not found.is_assumed
     vit = saved(tmp_path / "vit", build_model().state_dict(), model="vit")

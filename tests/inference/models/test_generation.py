@@ -18,9 +18,9 @@ from torch import nn
 import ckpt_tools
 import inference
 from ckpt_tools.errors import FormatError
-from inference.models.generation import EndOfTextError, Generation, generate
+from inference.models.generation import EndOfTextError, GenerationRequest, generate_text
 from inference.models.predictor import Predictor, load_predictor
-from inference.models.texts import Tokens
+from inference.models.texts import ModelTokenizer
 from tests.inference.conftest import save_our_texts
 from tests.inference.models.test_tasks import assert_company_changes_nothing, decoded
 from tests.inference.tiny_models import CHAT, save_writer
@@ -46,7 +46,7 @@ def writer(folder):
 
 def pieces(predictor: Predictor, prompt: Any, **asked: Any) -> list[str]:
     found: list[str] = []
-    generate(predictor.task, Generation(prompt, **asked), found.append)
+    generate_text(predictor.task, GenerationRequest(prompt, **asked), found.append)
     return found
 
 
@@ -127,14 +127,14 @@ def test_a_chat_is_what_the_tokenizer_makes_of_it(folder, writer):
     for messages in (CONVERSATION, CONVERSATION[:1]):
         prompt = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         assert text(writer, messages) == predicted(writer, prompt)
-    tokens = writer.task.tokens  # type: ignore[attr-defined]
+    wrapper = writer.task.tokenizer  # type: ignore[attr-defined]
     expected = tokenizer.apply_chat_template(list(CONVERSATION), add_generation_prompt=True)["input_ids"]
-    assert tokens.tokenize_chat(CONVERSATION)[0].tolist() == expected
+    assert wrapper.tokenize_chat(CONVERSATION)[0].tolist() == expected
 
 
 test_values_out_of_range_are_refused = refusal_test(
     *(
-        (str(asked)[:40], lambda _, asked=asked: Generation("x", **asked), FormatError, f"^{sentence}")
+        (str(asked)[:40], lambda _, asked=asked: GenerationRequest("x", **asked), FormatError, f"^{sentence}")
         for asked, sentence in (
             ({"temperature": 1e-9}, r"temperature is 1e-09; it has to be 0 or a number from 0\.01 to 100"),
             ({"top_p": 0.0, "temperature": 1}, "top_p is 0.0"),
@@ -174,7 +174,7 @@ def word_pieces(_: Path) -> Any:
 @pytest.mark.parametrize("make", [byte_level, word_pieces, lambda _: byte_fallback()])
 def test_pieces_join_to_the_whole_text_of_any_tokens(make, folder):
     tokenizer, usual = make(folder)
-    tokens = Tokens(tokenizer, ("input_ids",), None, len(tokenizer))
+    tokens = ModelTokenizer(tokenizer, ("input_ids",), None, len(tokenizer))
     draw = np.random.default_rng(0)
     num_early = 0
     for _ in range(150):
@@ -184,19 +184,19 @@ def test_pieces_join_to_the_whole_text_of_any_tokens(make, folder):
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         at = int(draw.integers(len(whole)))
         stop = (whole[at : at + 1 + int(draw.integers(4))],) if draw.integers(2) else ()
-        found = grown(tokens, ids, Generation("x", True, stop))
+        found = grown(tokens, ids, GenerationRequest("x", True, stop))
         assert "".join(found) == (whole.partition(stop[0])[0] if stop else whole)
-        assert "".join(found) == "".join(grown(tokens, ids, Generation("x", False, stop)))
+        assert "".join(found) == "".join(grown(tokens, ids, GenerationRequest("x", False, stop)))
         num_early += sum(map(bool, found[:-1]))
     assert num_early > 300
 
 
-def grown(tokens: Tokens, ids: Sequence[int], asked: Generation) -> list[str]:
+def grown(tokens: ModelTokenizer, ids: Sequence[int], asked: GenerationRequest) -> list[str]:
     found: list[str] = []
     growing = tokens.start_text(asked, found.append)
     try:
         for token in ids:
-            growing.add(token)
+            growing.add_token(token)
     except EndOfTextError:
         pass
     growing.finish()

@@ -279,7 +279,7 @@ def test_files_are_predicted_by_the_users_functions(tmp_path):
     assert "has for x float32 [2]; the model takes FP32 [3]" in rows[2]["error"]
     assert json.loads(table[0]["outputs"]) == rows[0]["outputs"]
     assert [row["error"] for row in table] == [row["error"] for row in rows]
-    assert predictor.predict([predictor.decode(b"1 2 3", "a")])[0].shown() == rows[0]["outputs"]
+    assert predictor.predict([predictor.decode(b"1 2 3", "a")])[0].to_plain() == rows[0]["outputs"]
 
 
 # --- libraries

@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import ckpt_tools
-from inference.models.passes import Passes, find_agreeing_sizes
+from inference.models.passes import ForwardPasses, find_agreeing_sizes
 from inference.models.predictor import Predictor, TensorSpec, load_predictor
 from inference.models.results import Prediction
-from inference.models.tensors import Tensors
+from inference.models.tensors import TensorTask
 from tests.inference.conftest import FORMS
 from tests.inference.tiny_models import save_text_model
 from training.models.image_models import build_model
@@ -109,7 +109,7 @@ def test_a_nan_and_a_negative_zero_are_compared_by_their_bits():
     [("buckets", [2, 2, 4, 30, 30, 8]), ("full", [30] * 6), ("off", [1, 2, 3, 17, 30, 7])],
 )
 def test_a_pass_is_filled_to_the_next_size(exact, passes):
-    chosen, forward = Passes(30, exact), Forward(1, 16)  # type: ignore[arg-type]
+    chosen, forward = ForwardPasses(30, exact), Forward(1, 16)  # type: ignore[arg-type]
     chosen.run(rows(1), forward, random)
     forward.sizes.clear()
     for many in (1, 2, 3, 17, 37):
@@ -119,7 +119,7 @@ def test_a_pass_is_filled_to_the_next_size(exact, passes):
 
 
 def test_sizes_are_measured_for_each_shape():
-    passes = Passes(4, "buckets")
+    passes = ForwardPasses(4, "buckets")
     passes.run(torch.ones(1, 3), Forward(), random)
     passes.run(torch.ones(1, 2, 5), Forward(1), lambda many: torch.ones(many, 2, 5))
     assert passes.sizes == {"3": (1, 2, 4), "2x5": (2, 4)}
@@ -131,7 +131,7 @@ def test_a_model_that_refuses_random_rows_has_full_passes():
             raise ValueError("not these")
         return given
 
-    passes = Passes(4, "buckets")
+    passes = ForwardPasses(4, "buckets")
     passes.run(torch.zeros(1, 3), forward, random)
     assert passes.sizes == {"3": (4,)}
 
@@ -189,7 +189,7 @@ def item_of(predictor: Predictor) -> np.ndarray:
     if spec.datatype == "BYTES":
         return np.asarray(predictor.decode(b"the film was very good", "a text"))
     pixels = np.random.default_rng(0).integers(256, size=(60, 50, 3), dtype=np.uint8)
-    if isinstance(predictor.task, Tensors):
+    if isinstance(predictor.task, TensorTask):
         return np.random.default_rng(0).standard_normal(spec.shape[1:]).astype(np.float32)
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG")

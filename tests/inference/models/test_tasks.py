@@ -134,7 +134,7 @@ def test_a_writer_continues_as_its_pipeline(dtype, tmp_path):
     answers = predictor.predict(inputs)
     for ours, prompt in zip(answers, PROMPTS, strict=True):
         (theirs,) = pipeline(prompt, do_sample=False, max_new_tokens=12, return_full_text=False)
-        assert ours == Prediction.of(text=theirs["generated_text"])
+        assert ours == Prediction.from_outputs(text=theirs["generated_text"])
     assert len({answer.text for answer in answers}) > 1
     assert_company_changes_nothing(predictor, inputs)
 

@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fastapi import FastAPI
 
 from ckpt_tools.errors import FormatError
-from inference.models.ours import OurImages
 from inference.models.predictor import Predictor, load_predictor
 from inference.models.results import Columns, ModelInput
+from inference.models.training_models import GreyImageClassifier
 from inference.serving.__main__ import main as serve_command
 from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from inference.serving.grpc.server import serve_grpc
@@ -37,7 +37,7 @@ from inference.serving.settings import GrpcSettings, ServiceSettings, format_add
 
 
 @dataclass(frozen=True, eq=False)
-class Stamped(OurImages):
+class Stamped(GreyImageClassifier):
     """Takes what our own model takes, and answers when it may, with the number of the load that it came from."""
 
     stamp: int = 0
@@ -65,7 +65,7 @@ class Loader:
         if self.fails:
             raise FormatError(f"{source.url} is damaged")
         self.loads += 1
-        assert isinstance(self.template.task, OurImages)
+        assert isinstance(self.template.task, GreyImageClassifier)
         task = Stamped(self.template.task.model, stamp=self.loads, may_answer=self.may_answer, has_begun=self.has_begun)
         return replace(self.template, name=source.name, task=task)
 

@@ -17,7 +17,7 @@ from torch import nn
 import ckpt_tools
 import inference
 from ckpt_tools.errors import FormatError, StoreError
-from inference.models import steady
+from inference.models import checkpoint_files
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import write_sharded
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_read_again(tmp_path, archite
 
 
 def test_a_checkpoint_that_keeps_changing_is_refused(tmp_path, architecture, monkeypatch):
-    monkeypatch.setattr(steady, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(checkpoint_files, "PAUSE_SECONDS", (0.0, 0.0, 0.0))
     model, readings = write_two(tmp_path / "model", 1), list[int]()
 
     def replace(reading: int) -> None:
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_keeps_changing_is_refused(tmp_path, architecture, mon
 
 
 def test_an_error_of_a_half_written_file_is_no_answer(tmp_path, architecture, monkeypatch):
-    monkeypatch.setattr(steady, "PAUSES", (0.4, 0.0, 0.0))
+    monkeypatch.setattr(checkpoint_files, "PAUSE_SECONDS", (0.4, 0.0, 0.0))
     model = write_two(tmp_path / "model", 1)
     whole = (model / SHARDS[1]).read_bytes()
 
@@ -92,7 +92,7 @@ def test_an_error_of_a_half_written_file_is_no_answer(tmp_path, architecture, mo
     def sleep_and_write(seconds: float) -> None:
         """The rest is written in the pause after the first reading."""
         sleep(seconds)
-        if seconds == steady.PAUSES[0]:
+        if seconds == checkpoint_files.PAUSE_SECONDS[0]:
             (model / SHARDS[1]).write_bytes(whole)
 
     sleep = time.sleep
@@ -109,7 +109,7 @@ def test_config_json_belongs_to_the_checkpoint(tmp_path):
     (tmp_path / "run").mkdir()
     weights = write_two(tmp_path / "run" / "step-1", 1)
     (tmp_path / "run" / "config.json").write_text('{"labels": ["one"]}')
-    before = steady.CheckpointFiles.of_checkpoint(weights)
+    before = checkpoint_files.CheckpointFiles.of_checkpoint(weights)
     assert before.is_unchanged(None)
     (tmp_path / "run" / "notes.md").write_text("no file of the model")
     assert before.is_unchanged(None)

@@ -14,11 +14,11 @@ from typing import Any, Self, TypeVar
 import ckpt_tools
 from ckpt_tools.errors import CkptError, StoreError
 
-from .config_folder import CONFIG, PLACES, digest_of_config
+from .config_folder import CONFIG, CONFIG_PLACES, digest_config_folder
 
 Result = TypeVar("Result")
 
-PAUSES = 0.1, 0.4, 1.6  # seconds before the second, third and fourth reading
+PAUSE_SECONDS = 0.1, 0.4, 1.6  # before the second, third and fourth reading
 TICK_SECONDS = 0.05  # a file system's clock advances every 1 to 10 ms: two changes within a tick have the same time
 
 
@@ -70,7 +70,7 @@ def read_consistently(
     Raises:
         StoreError: the files changed each time. CkptError: as ``read``, and if the state of the files is not known.
     """
-    for pause in (*PAUSES, 0.0):
+    for pause in (*PAUSE_SECONDS, 0.0):
         files = CheckpointFiles.of_checkpoint(url, options, config)
         try:
             result = read(files)
@@ -84,13 +84,14 @@ def read_consistently(
             del result  # its memory, before it is read again
         time.sleep(pause)
     raise StoreError(
-        f"{url}: files changed while they were read, {len(PAUSES) + 1} times in a row; try again when it is written"
+        f"{url}: files changed while they were read, {len(PAUSE_SECONDS) + 1} times in a row; "
+        "try again when it is written"
     )
 
 
 def _digest_beside(
     weights: ckpt_tools.Fingerprint, options: Mapping[str, Any] | None, config: str | Path | None
 ) -> str | None:
-    inside = (f"{place}/{CONFIG}".lstrip("/") for place in PLACES if place != "..")
+    inside = (f"{place}/{CONFIG}".lstrip("/") for place in CONFIG_PLACES if place != "..")
     is_inside = not config and any(path in weights.files for path in inside)
-    return None if is_inside else digest_of_config(weights.url, options, config)
+    return None if is_inside else digest_config_folder(weights.url, options, config)

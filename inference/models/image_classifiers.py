@@ -16,32 +16,32 @@ from torch import Tensor, nn
 from ckpt_tools.errors import UsageError
 
 from ..common.errors import translate_file_errors
-from .images import ImageReading, Mode, max_pixels_of
-from .passes import InPasses, Passes
-from .prediction import Activation, activation_of, classify_logits, embeddings_of, labels_of_config
+from .images import ImageMode, ImageReading, choose_max_pixels
+from .passes import BatchedTask, ForwardPasses
+from .prediction import Activation, choose_activation, classify_logits, make_embeddings, read_config_labels
 from .results import BATCH, Array, Columns, ModelInput, TensorSpec
-from .task import TaskOptions, check_inputs, check_labels, classifier_outputs
+from .task import TaskOptions, check_inputs, check_labels, list_classifier_outputs
 
-Prepare = Callable[[Image.Image], Tensor]  # from an image in ``mode`` to float32 [channels, height, width]
+ImagePreparation = Callable[[Image.Image], Tensor]  # from an image in ``mode`` to float32 [channels, height, width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ImageLabels(InPasses):
+class ImageClassifier(BatchedTask):
     """Classifies images, float32 of ``shape``. ``logits`` is the forward pass of a batch. With ``num_features`` the
     model has no head and gives embeddings of that size."""
 
     model: nn.Module
     logits: Callable[[Tensor], Tensor]
-    transform: Prepare
+    transform: ImagePreparation
     shape: tuple[int, ...]
     num_classes: int
     labels: tuple[str, ...] | None
-    passes: Passes
+    passes: ForwardPasses
     activation: Activation = "softmax"
     num_features: int | None = None
     is_upright: bool = False
     max_pixels: int | None = None
-    mode: Mode = "RGB"
+    mode: ImageMode = "RGB"
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.num_classes)
@@ -52,11 +52,11 @@ class ImageLabels(InPasses):
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        return classifier_outputs(self.num_classes, self.num_features)
+        return list_classifier_outputs(self.num_classes, self.num_features)
 
     @property
     def reading(self) -> ImageReading:
-        most = self.max_pixels or max_pixels_of(prod(self.shape[1:]))
+        most = self.max_pixels or choose_max_pixels(prod(self.shape[1:]))
         return ImageReading(self.mode, None, self.is_upright, most)
 
     def decode(self, data: bytes, name: str) -> Array:
@@ -67,67 +67,70 @@ class ImageLabels(InPasses):
 
     def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         check_inputs(inputs, np.float32, self.shape)
-        logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._forward, self._random)
-        return classify_logits(logits, self.activation) if self.num_features is None else embeddings_of(logits)
+        logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._forward, self._draw_images)
+        return classify_logits(logits, self.activation) if self.num_features is None else make_embeddings(logits)
 
     @torch.inference_mode()
     def _forward(self, images: Tensor) -> Tensor:
-        like = next(self.model.parameters())
-        return self.logits(images.to(like.device, like.dtype)).float().cpu()
+        weight = next(self.model.parameters())
+        return self.logits(images.to(weight.device, weight.dtype)).float().cpu()
 
-    def _random(self, many: int) -> Tensor:
-        return torch.randn(many, *self.shape, generator=torch.Generator().manual_seed(0))
+    def _draw_images(self, num_images: int) -> Tensor:
+        return torch.randn(num_images, *self.shape, generator=torch.Generator().manual_seed(0))
 
 
-def classifier_of(
-    model: nn.Module, prepare: Prepare, known: Sequence[str], options: TaskOptions, mode: Mode = "RGB"
-) -> ImageLabels:
-    """A classifier of a library of images, whose shapes are found by one forward pass; ``known`` are the class names of
+def make_image_classifier(
+    model: nn.Module, prepare: ImagePreparation, names: Sequence[str], options: TaskOptions, mode: ImageMode = "RGB"
+) -> ImageClassifier:
+    """A classifier of a library of images, whose shapes are found by one forward pass; ``names`` are the class names of
     the library's own weights. Raises UsageError if it gives anything but a row of numbers for an image."""
     example = prepare(Image.new(mode, (64, 64)))
-    like = next(model.parameters())
+    weight = next(model.parameters())
     with torch.inference_mode():
-        logits = model(example.unsqueeze(0).to(like.device, like.dtype))
+        logits = model(example.unsqueeze(0).to(weight.device, weight.dtype))
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise UsageError("the model does not give a number for each class; load it with inference.load_model")
     num_classes = logits.shape[1]
-    labels = tuple(known) if options.labels is None and len(known) == num_classes else options.labels
-    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, options.passes(), mode=mode)
+    labels = tuple(names) if options.labels is None and len(names) == num_classes else options.labels
+    shape, passes = tuple(example.shape), options.make_passes()
+    return ImageClassifier(model, model, prepare, shape, num_classes, labels, passes, mode=mode)
 
 
-def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
-    """A transformers image classifier. Raises FormatError as ``image_task``; or the model has no classes."""
-    found = image_task(
+def make_hf_classifier(
+    model: Any, folder: Path, labels: tuple[str, ...] | None, *, passes: ForwardPasses
+) -> ImageClassifier:
+    """A transformers image classifier. Raises FormatError as ``make_image_task``; or the model has no classes."""
+    task = make_image_task(
         model,
         lambda images: model(pixel_values=images).logits,
         folder,
         num_classes=model.config.num_labels,
-        labels=labels or labels_of_config(model.config),
+        labels=labels or read_config_labels(model.config),
         passes=passes,
     )
-    return replace(found, activation=activation_of(model.config))
+    return replace(task, activation=choose_activation(model.config))
 
 
-def image_task(
+def make_image_task(
     model: nn.Module,
     forward: Callable[[Tensor], Tensor],
     folder: Path,
     *,
     num_classes: int,
     labels: tuple[str, ...] | None,
-    passes: Passes,
-) -> ImageLabels:
+    passes: ForwardPasses,
+) -> ImageClassifier:
     """The task of a transformers image model, with the image processor beside the weights. Raises FormatError if there
     are no such settings."""
     import transformers
 
-    told = "the preparation of images that preprocessor_config.json beside the weights says is not usable"
-    with translate_file_errors(told):
+    refusal = "the preparation of images that preprocessor_config.json beside the weights says is not usable"
+    with translate_file_errors(refusal):
         processor = transformers.AutoImageProcessor.from_pretrained(folder)
 
     def prepare(image: Image.Image) -> Tensor:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
-    with translate_file_errors(told):
+    with translate_file_errors(refusal):
         shape = tuple(prepare(Image.new("RGB", (64, 64))).shape)
-    return ImageLabels(model, forward, prepare, shape, num_classes, labels, passes, is_upright=True)
+    return ImageClassifier(model, forward, prepare, shape, num_classes, labels, passes, is_upright=True)
