@@ -178,13 +178,13 @@ class ProgramSignature:
     def _make_spec(self, name: str, tensor: Tensor) -> TensorSpec:
         if tensor.dtype not in DATATYPES:
             raise UsageError(f"the program's {name} is of {tensor.dtype}, which the protocol does not have")
-        if not tensor.dim() or _get_expression(tensor.shape[0]) not in self._find_batch_sizes():
+        batch_sizes = self._find_batch_sizes()
+        if not tensor.dim() or _get_expression(tensor.shape[0]) not in batch_sizes:
             raise UsageError(
                 f"the program's {name} is {list(tensor.shape)}; the first dimension of every input and output has to "
                 "be the batch"
             )
-        symbols = (getattr(_get_expression(size), "free_symbols", set()) for size in tensor.shape[1:])
-        if any(self._find_batch_sizes() & each for each in symbols):
+        if any(batch_sizes & getattr(_get_expression(size), "free_symbols", set()) for size in tensor.shape[1:]):
             raise UsageError(
                 f"the program's {name} is {list(tensor.shape)}; the batch has to be its first dimension alone"
             )
