@@ -76,7 +76,7 @@ def make_task(model: Any, options: TaskOptions) -> Task:
     if kind.endswith("ForSequenceClassification"):
         return texts.TextClassifier.from_folder(model, folder, options.labels, passes=options.make_passes())
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
-        return texts.TextGenerator.from_folder(
+        return texts.TokenGenerator.from_folder(
             model, folder, options.make_passes(), max_new_tokens=options.model.max_new_tokens
         )
     return _make_tensor_task(model, options)

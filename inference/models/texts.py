@@ -213,7 +213,7 @@ class TextClassifier(TextTask):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextGenerator(TextTask):
+class TokenGenerator(TextTask):
     """Continues texts with the most probable token each time; texts of one length share a batch."""
 
     model: Any

@@ -19,7 +19,7 @@ import orjson
 from ckpt_tools.errors import FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-from ..models.results import BYTES, DTYPES, Array, ModelInput, make_text_column, shape_fits
+from ..models.results import BYTES, DTYPES, Array, ModelInput, does_shape_fit, make_text_column
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
@@ -179,7 +179,7 @@ def _read_shape(input_json: Json, spec: TensorSpec, max_rows: int) -> tuple[int,
     if not is_shape or not all(type(size) is int and 0 < size <= MAX_SIZE for size in shape or ()):
         raise BadRequestError(f"the shape of the input {spec.name} has to be a list of sizes, each at least 1")
     assert isinstance(shape, list)
-    if not shape_fits(shape, spec.shape):
+    if not does_shape_fit(shape, spec.shape):
         raise BadRequestError(
             f"the input {spec.name} has the shape {shape}; it must be {list(spec.shape)}, -1 being any size"
         )
