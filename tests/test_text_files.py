@@ -11,7 +11,7 @@ from ckpt_tools.core.name_files import read_key_map, read_param_order
 from ckpt_tools.errors import CkptError
 from ckpt_tools.process.text_files import MAX_TEXT_BYTES, read_text
 from ckpt_tools.recipes.reading import read_recipe
-from inference.models.options import DEFAULTS
+from inference.models.options import DEFAULT_OPTIONS
 from inference.serving.sources import read_sources
 from tests.training.jobs import small_config
 from training.config.command_line import read_defaults
@@ -36,7 +36,7 @@ def read_deepspeed(path: Path) -> Any:
         read_key_map,
         read_param_order,
         read_recipe,
-        partial(read_sources, defaults=DEFAULTS),
+        partial(read_sources, defaults=DEFAULT_OPTIONS),
         read_config,
         read_deepspeed,
     ],

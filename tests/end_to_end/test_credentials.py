@@ -20,7 +20,7 @@ import ckpt_tools
 from ckpt_tools.process import credentials
 from ckpt_tools.stores.fsspec import store
 from ckpt_tools.stores.retry import RetryPolicy
-from inference.batch.rows import OutputColumns, Row
+from inference.batch.rows import OutputColumns, OutputRow
 from tests.stores.test_http import serving
 from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
 from tests.support.commands import run_command
@@ -286,7 +286,7 @@ def test_the_result_of_a_run_has_none(tmp_path):
 def test_rows_of_predictions_have_none():
     """Their names are those of the files that were read."""
     canary = CANARIES["encoded"]
-    row = Row(f"https://{PORT}/image.png?token={canary}", None, None, f"https://user:{canary}@host/x is no image")
+    row = OutputRow(f"https://{PORT}/image.png?token={canary}", None, None, f"https://user:{canary}@host/x is no image")
     assert not leaks(canary, OutputColumns("label", None, 1).to_line(row).decode())
 
 
