@@ -92,18 +92,20 @@ def match_weights(
         source_names, weights, missing_names = source.list_names(), source.manifest.weights, list[str]()
         owners = {name: owner for owner, names in source_names.items() for name in names}
         for name, names in names_by_owner.items():
+            # More than one where the source has tensors of their own for what the base ties.
             own_names = list(dict.fromkeys(owners[each] for each in names if each in owners))
             if not own_names:
                 missing_names.append(name)
                 continue
-            entry, wanted = weights[own_names[0]], base.manifest.weights[name]
+            first_name, *tied_names = own_names
+            entry, wanted = weights[first_name], base.manifest.weights[name]
             found[name].append(entry)
             is_castable = entry.dtype is wanted.dtype or {entry.dtype, wanted.dtype} <= CASTABLE
             if entry.shape != wanted.shape or not is_castable:
-                one, other = (f"{list(each.shape)} of {each.dtype.value}" for each in (entry, wanted))
-                differences.append(f"{name} is {one} in {source.label} and {other} in {base.label}")
+                actual, expected = (f"{list(each.shape)} of {each.dtype.value}" for each in (entry, wanted))
+                differences.append(f"{name} is {actual} in {source.label} and {expected} in {base.label}")
             tied = f"of {source.label}, which {base.label} ties"
-            pairs += [EqualPair(f"{own_names[0]} and {n} {tied}", entry, weights[n]) for n in own_names[1:]]
+            pairs += [EqualPair(f"{first_name} and {each} {tied}", entry, weights[each]) for each in tied_names]
         other_names = [n for n, names in source_names.items() if is_wanted(names) and all_names.isdisjoint(names)]
         differences += [f"{source.label} lacks {join_names(missing_names)}"] if missing_names else []
         differences += [f"{base.label} lacks {join_names(other_names)} of {source.label}"] if other_names else []
