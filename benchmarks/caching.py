@@ -50,10 +50,14 @@ def drop_from_cache(path: Path) -> float:
             os.fsync(stream)  # a page that is not yet on the disk cannot be dropped
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if (share := get_cached_share(path)) > MAX_COLD_SHARE:
-        with contextlib.suppress(OSError):
-            Path("/proc/sys/vm/drop_caches").write_text("1")
+        _drop_caches()
         share = get_cached_share(path)
     return share
+
+
+def _drop_caches() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
 def get_cached_share(path: Path) -> float:
@@ -65,22 +69,23 @@ def get_cached_share(path: Path) -> float:
     return sum(map(int, found.split())) / max(1, pages)
 
 
-SHARE = 3
-"""At most a third of the available memory is touched, so that nothing is evicted for it."""
+TOUCHED_SHARE = 0.75
+"""Share of the available memory that is touched: what is free or evicted later is the machine's own by then."""
 
-BLOCK = 1 << 20
+MEBIBYTE = 1 << 20
 
 
 @contextmanager
-def hold_ballast(num_bytes: int) -> Iterator[None]:
-    """Touch so much memory, and keep one page of each mebibyte until the end."""
+def hold_ballast() -> Iterator[None]:
+    """Touch most of the memory, and keep one page of each mebibyte until the end."""
+    _drop_caches()
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    size = min(num_bytes, available // SHARE) // BLOCK * BLOCK
-    with mmap.mmap(-1, max(BLOCK, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    size = int(available * TOUCHED_SHARE) // MEBIBYTE * MEBIBYTE
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-        for start in range(0, size, BLOCK):
-            memory[start : start + BLOCK : mmap.PAGESIZE] = bytes(BLOCK // mmap.PAGESIZE)
-        for start in range(0, size, BLOCK):
-            memory.madvise(mmap.MADV_DONTNEED, start + mmap.PAGESIZE, BLOCK - mmap.PAGESIZE)
+        for start in range(0, size, MEBIBYTE):
+            memory[start : start + MEBIBYTE : mmap.PAGESIZE] = bytes(MEBIBYTE // mmap.PAGESIZE)
+        for start in range(0, size, MEBIBYTE):
+            memory.madvise(mmap.MADV_DONTNEED, start + mmap.PAGESIZE, MEBIBYTE - mmap.PAGESIZE)
         yield
