@@ -95,13 +95,13 @@ def _find_fixed_folder(pattern: str) -> str:
 def _walk_files(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
     """Files at any depth, following links to folders but not into a folder that contains the link."""
     status = os.stat(folder)
-    here = (status.st_dev, status.st_ino)
-    if here in above:
+    folder_id = (status.st_dev, status.st_ino)
+    if folder_id in above:
         return
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
-                yield from _walk_files(entry.path, (*above, here))
+                yield from _walk_files(entry.path, (*above, folder_id))
             else:
                 yield entry.path
 

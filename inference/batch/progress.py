@@ -33,17 +33,17 @@ class RateEstimator:
     """Rate and remaining time of this run."""
 
     num_before: int
-    before: float | None = None
-    started: float = field(default_factory=time.monotonic)
+    fraction_before: float | None = None
+    started_at: float = field(default_factory=time.monotonic)
 
     def describe(self, done: int, fraction: float) -> str:
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        if self.before is None:
+        seconds = max(time.monotonic() - self.started_at, 1e-9)
+        if self.fraction_before is None:
             # What an earlier run did took no time of this one.
-            self.before = fraction * self.num_before / done if done else 0.0
-        rate, gone = (done - self.num_before) / seconds, fraction - self.before
-        left = f", {timedelta(seconds=round(seconds * (1 - fraction) / gone))} left" if gone > 0 else ""
-        return f"{done:,} done, {rate:,.1f}/s{left}"
+            self.fraction_before = fraction * self.num_before / done if done else 0.0
+        rate, progress = (done - self.num_before) / seconds, fraction - self.fraction_before
+        time_left = f", {timedelta(seconds=round(seconds * (1 - fraction) / progress))} left" if progress > 0 else ""
+        return f"{done:,} done, {rate:,.1f}/s{time_left}"
 
 
 @contextmanager

@@ -73,8 +73,8 @@ def describe_any_error(error: Exception) -> str:
     """The text of an error in one line; of one that no code foresaw with its type, which a traceback ends with."""
     if isinstance(error, CkptError):
         return str(error)
-    *others, last = str(error).strip().splitlines() or [""]
-    return last.strip() if others else f"{type(error).__name__}: {last.strip()}".removesuffix(": ")
+    *lines_before, last_line = str(error).strip().splitlines() or [""]
+    return last_line.strip() if lines_before else f"{type(error).__name__}: {last_line.strip()}".removesuffix(": ")
 
 
 def _describe_missing_package(error: Exception) -> str | None:

@@ -26,8 +26,8 @@ def find_file_system(url: str, options: Mapping[str, Any] | None = None) -> tupl
     its package is missing."""
     if not is_url(url):
         return LocalFileSystem(), os.path.abspath(url)  # noqa: PTH100  # names may be of any bytes
-    found: tuple[Any, str] = storage.file_system(url, options)
-    return found
+    result: tuple[Any, str] = storage.file_system(url, options)
+    return result
 
 
 @contextmanager

@@ -28,11 +28,11 @@ class CheckpointFiles:
     ``config``, or not beside the weights. Two that are equal: nothing changed in between."""
 
     weights: ckpt_tools.Fingerprint
-    beside: str | None
+    config_digest: str | None
     config: str | Path | None = None
 
     @classmethod
-    def of_checkpoint(
+    def from_url(
         cls, url: str | Path, options: Mapping[str, Any] | None = None, config: str | Path | None = None
     ) -> Self:
         """The state now. Raises ``CkptError`` as ``ckpt_tools.fingerprint``, and if ``config`` has no such file."""
@@ -40,18 +40,18 @@ class CheckpointFiles:
         if weights.changed is not None and abs(time.time() - weights.changed) < TICK_SECONDS:
             time.sleep(TICK_SECONDS)
             weights = weights.again(storage_options=options)
-        return cls(weights, _digest_beside(weights, options, config), config)
+        return cls(weights, _digest_config(weights, options, config), config)
 
-    def again(self, options: Mapping[str, Any] | None = None) -> Self:
+    def refresh(self, options: Mapping[str, Any] | None = None) -> Self:
         """The same files now. Raises ``CkptError`` as ``Fingerprint.again``."""
         weights = self.weights.again(storage_options=options)
-        return replace(self, weights=weights, beside=_digest_beside(weights, options, self.config))
+        return replace(self, weights=weights, config_digest=_digest_config(weights, options, self.config))
 
     def is_unchanged(self, options: Mapping[str, Any] | None) -> bool:
         """Whether the files are as they were. ``RUN@latest`` may mean another checkpoint by now."""
-        here = replace(self, weights=replace(self.weights, src=self.weights.url))
+        checkpoint = replace(self, weights=replace(self.weights, src=self.weights.url))
         try:
-            return here.again(options) == self
+            return checkpoint.refresh(options) == self
         except CkptError as error:
             if isinstance(error, StoreError):
                 raise
@@ -71,7 +71,7 @@ def read_consistently(
         StoreError: the files changed each time. CkptError: as ``read``, and if the state of the files is not known.
     """
     for pause in (*PAUSE_SECONDS, 0.0):
-        files = CheckpointFiles.of_checkpoint(url, options, config)
+        files = CheckpointFiles.from_url(url, options, config)
         try:
             result = read(files)
         except Exception:
@@ -89,7 +89,7 @@ def read_consistently(
     )
 
 
-def _digest_beside(
+def _digest_config(
     weights: ckpt_tools.Fingerprint, options: Mapping[str, Any] | None, config: str | Path | None
 ) -> str | None:
     inside = (f"{place}/{CONFIG}".lstrip("/") for place in CONFIG_PLACES if place != "..")

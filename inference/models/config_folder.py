@@ -90,12 +90,12 @@ def read_config(folder: Path | None, name: str = CONFIG) -> dict[str, Any]:
     if folder is None or not (folder / name).is_file():
         return {}
     try:
-        found = json.loads((folder / name).read_text())
+        entries = json.loads((folder / name).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{folder / name} cannot be read ({describe_error(error)})") from error
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise FormatError(f"{folder / name} is not a JSON object")
-    return found
+    return entries
 
 
 def refuse_adapter(url: str | Path, options: Mapping[str, Any] | None) -> None:
@@ -108,30 +108,30 @@ def refuse_adapter(url: str | Path, options: Mapping[str, Any] | None) -> None:
     if not settings:
         return
     kind, base = settings.get("peft_type"), settings.get("base_model_name_or_path") or "BASE"
-    way = "merge it with PEFT first"
+    advice = "merge it with PEFT first"
     if kind == "LORA":
-        at = str(url)[: -len(last)].rstrip("/") if last.endswith(WEIGHT_SUFFIXES) else str(url)
-        way = f"merge it first: ckpt-tools merge-lora {quote(str(base))} {quote(at or '.')} OUT --to safetensors"
-    raise UnsupportedError(f"{url} is an adapter of {base} (PEFT {kind}); {way}")
+        src = str(url)[: -len(last)].rstrip("/") if last.endswith(WEIGHT_SUFFIXES) else str(url)
+        advice = f"merge it first: ckpt-tools merge-lora {quote(str(base))} {quote(src or '.')} OUT --to safetensors"
+    raise UnsupportedError(f"{url} is an adapter of {base} (PEFT {kind}); {advice}")
 
 
 def find_quantization(folder: Path | None) -> str | None:
     """The entry in ``folder`` that says how the weights are quantized; None if there is none."""
-    found = read_config(folder)
-    text = found.get("text_config")
-    parts = [found, text] if isinstance(text, dict) else [found]
-    stated = next((f"{key} in {CONFIG}" for part in parts for key in QUANTIZATION_KEYS if part.get(key)), None)
-    if stated is None and folder is not None and (folder / MODELOPT_CONFIG).is_file():
+    config = read_config(folder)
+    text_config = config.get("text_config")
+    parts = [config, text_config] if isinstance(text_config, dict) else [config]
+    entry = next((f"{key} in {CONFIG}" for part in parts for key in QUANTIZATION_KEYS if part.get(key)), None)
+    if entry is None and folder is not None and (folder / MODELOPT_CONFIG).is_file():
         return MODELOPT_CONFIG
-    return stated
+    return entry
 
 
 def refuse_quantized(folder: Path | None) -> None:
     """Raises UnsupportedError if the files in ``folder`` say that the weights are quantized."""
-    stated = find_quantization(folder)
-    if stated is not None:
+    entry = find_quantization(folder)
+    if entry is not None:
         raise UnsupportedError(
-            f"{stated} beside the weights says that they are quantized; load them with --dequantize, or write "
+            f"{entry} beside the weights says that they are quantized; load them with --dequantize, or write "
             "floating-point weights first: ckpt-tools convert SRC DST --dequantize"
         )
 
@@ -140,12 +140,12 @@ def digest_config_folder(
     url: str | Path, options: Mapping[str, Any] | None = None, config: str | Path | None = None
 ) -> str | None:
     """BLAKE3 of the files of :func:`open_config_folder`, which decide how inputs are prepared. None if there are none.
-    Raises as that."""
+    Raises as ``open_config_folder``."""
     with open_config_folder(url, options, config) as folder:
         if folder is None:
             return None
-        found = blake3()
+        digest = blake3()
         for file in sorted(folder.iterdir()):
             if file.suffix in COMPANION_SUFFIXES and file.is_file() and file.stat().st_size <= MAX_BYTES:
-                found.update(f"{file.name}\0{blake3(file.read_bytes()).hexdigest()}\0".encode())
-        return f"blake3:{found.hexdigest()}"
+                digest.update(f"{file.name}\0{blake3(file.read_bytes()).hexdigest()}\0".encode())
+        return f"blake3:{digest.hexdigest()}"

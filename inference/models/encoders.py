@@ -76,5 +76,5 @@ def _pool_output(output: Any, mask: Tensor | None) -> Tensor:
     # A map [n, features, height, width] has its tokens in two dimensions.
     rows = hidden.flatten(2).transpose(1, 2) if hidden.dim() == 4 else hidden
     # One by one: a sum over several may take its parts in another order.
-    kept = [row if mask is None else row[mask[number] > 0] for number, row in enumerate(rows)]
-    return torch.stack([row.float().mean(0) for row in kept])
+    token_rows = [row if mask is None else row[mask[number] > 0] for number, row in enumerate(rows)]
+    return torch.stack([row.float().mean(0) for row in token_rows])

@@ -185,9 +185,9 @@ class FairLock:
             if not self._is_taken:
                 self._is_taken = True
                 return
-            mine = threading.Event()
-            self._waiting.append(mine)
-        mine.wait()
+            turn = threading.Event()
+            self._waiting.append(turn)
+        turn.wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -23,11 +23,11 @@ NUM_TOKENS = 4  # of the text that is tried: fewer than any table of positions h
 def count_known_tokens(model: Any) -> int | None:
     """Rows of the table of tokens; None if the model does not say which one it is, or has none. A number behind them
     would be an error on the CPU, and on a GPU the end of all work of the process."""
-    stated = getattr(model.config, "vocab_size", None)
+    vocab_size = getattr(model.config, "vocab_size", None)
     try:
-        return getattr(model.get_input_embeddings(), "num_embeddings", stated)
+        return getattr(model.get_input_embeddings(), "num_embeddings", vocab_size)
     except NotImplementedError:
-        return stated
+        return vocab_size
 
 
 def list_position_limits(model: Any, fields: Sequence[str]) -> list[int]:

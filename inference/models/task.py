@@ -103,12 +103,12 @@ class Task(Protocol):
 
 def check_inputs(inputs: Sequence[ModelInput], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
     """Raises FormatError for another dtype or shape; -1 in ``shape`` is any size except 0."""
-    for number, given in enumerate(inputs):
-        if not isinstance(given, np.ndarray):
-            raise FormatError(f"input {number} is {type(given).__name__}; the model takes arrays")
-        if given.dtype != dtype or not does_shape_fit(given.shape, shape):
+    for number, array in enumerate(inputs):
+        if not isinstance(array, np.ndarray):
+            raise FormatError(f"input {number} is {type(array).__name__}; the model takes arrays")
+        if array.dtype != dtype or not does_shape_fit(array.shape, shape):
             raise FormatError(
-                f"input {number} is {given.dtype} {list(given.shape)}; the model takes {np.dtype(dtype)} {list(shape)}"
+                f"input {number} is {array.dtype} {list(array.shape)}; the model takes {np.dtype(dtype)} {list(shape)}"
             )
 
 

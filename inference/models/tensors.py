@@ -370,8 +370,8 @@ def _depends_on_others(network: Network, num_rows: int) -> bool:
     """Whether the first or the last row's answer has other bits with other rows between them."""
     rows = network.draw_rows(num_rows, network.examples[0])
     others = network.draw_rows(num_rows, network.examples[0], seed=1)
-    mixed = [torch.cat([row[:1], other[1:-1], row[-1:]]) for row, other in zip(rows, others, strict=True)]
-    outputs, mixed_outputs = pack_bytes(network.compute_outputs(rows)), pack_bytes(network.compute_outputs(mixed))
+    mixed_rows = [torch.cat([row[:1], other[1:-1], row[-1:]]) for row, other in zip(rows, others, strict=True)]
+    outputs, mixed_outputs = pack_bytes(network.compute_outputs(rows)), pack_bytes(network.compute_outputs(mixed_rows))
     return outputs.shape != mixed_outputs.shape or not torch.equal(outputs[[0, -1]], mixed_outputs[[0, -1]])
 
 

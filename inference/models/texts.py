@@ -66,9 +66,9 @@ class ModelTokenizer:
         with translate_file_errors("there is no usable tokenizer beside the weights"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
             fields = tuple(tokenizer("a" if len(tokenizer) else "").keys())
-            stated = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+            candidates = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
             # A tokenizer that states no length has 10**30 there.
-            limits = [int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9]
+            limits = [int(each) for each in candidates if isinstance(each, int) and 0 < each < 10**9]
             limit = min([*limits, *list_position_limits(model, fields)], default=None)
             return cls(tokenizer, fields, limit, count_known_tokens(model))
 
@@ -246,8 +246,8 @@ class TokenGenerator(TextTask):
             rows = self.decode(request.prompt.encode(), "text_input")
         else:
             rows = self._check_room(self.tokenizer.tokenize_chat(request.prompt), "the chat")
-        stated = {"max_new_tokens": request.max_tokens, "repetition_penalty": request.repetition_penalty}
-        changes = {name: value for name, value in stated.items() if value is not None}
+        options = {"max_new_tokens": request.max_tokens, "repetition_penalty": request.repetition_penalty}
+        changes = {name: value for name, value in options.items() if value is not None}
         sampler = TokenSampler.from_request(request, find_device(self.model))
         text = self.tokenizer.start_text(request, give)
         streamer = _Streamer(self.turns, lambda: give(""), text.add_token, frozenset(_list_end_tokens(self.settings)))
@@ -297,8 +297,8 @@ class TokenGenerator(TextTask):
     def _decode_text(self, row: Tensor) -> str:
         """The text up to the end token; what follows pads it to the longest text of the batch."""
         ends = torch.isin(row, torch.tensor(_list_end_tokens(self.settings))).nonzero()
-        kept = row[: int(ends[0])] if len(ends) else row
-        return self.tokenizer.wrapped.decode(kept, skip_special_tokens=True)
+        tokens = row[: int(ends[0])] if len(ends) else row
+        return self.tokenizer.wrapped.decode(tokens, skip_special_tokens=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,11 +26,11 @@ from .uninitialized import SkipInitialisation
 
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
     library, name = import_library("timm", "timm"), architecture.name
-    stated = read_config(folder).get("architecture")
-    is_described = is_timm_name(stated)
+    described_name = read_config(folder).get("architecture")
+    is_described = is_timm_name(described_name)
     # A name may end in a tag of weights: resnet18.a1_in1k
-    if is_described and stated != name.partition(".")[0]:
-        raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{stated}, not of timm:{name}")
+    if is_described and described_name != name.partition(".")[0]:
+        raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{described_name}, not of timm:{name}")
     where = f" as {folder}/{CONFIG} says" if is_described else ""
     try:
         with translate_file_errors(f"timm cannot build {name}{where}"), SkipInitialisation():

@@ -30,18 +30,18 @@ class SkipInitialisation(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = kwargs or {}
-        target = args[0] if args else named.get("tensor")
+        keywords = kwargs or {}
+        target = args[0] if args else keywords.get("tensor")
         fills = getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING_METHODS
         if isinstance(target, nn.Parameter) and fills:
             return target
-        return func(*args, **named)
+        return func(*args, **keywords)
 
 
 def allocate_meta_tensors(model: nn.Module, device: str | torch.device) -> nn.Module:
     """``model`` itself, with memory on ``device`` for its meta tensors. Tied tensors stay tied. Raises UsageError if
     one of these is in no checkpoint, so that nothing would fill it."""
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    allocated: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for prefix, module in model.named_modules():
         for holder in (module._parameters, module._buffers):
@@ -51,7 +51,7 @@ def allocate_meta_tensors(model: nn.Module, device: str | torch.device) -> nn.Mo
                         table = f"{prefix}.{name}".lstrip(".")
                         where = "is on the meta device, and no checkpoint has it; build the model elsewhere"
                         raise UsageError(f"the model's table {table} {where}")
-                    _, holder[name] = made.setdefault(id(tensor), (tensor, _make_empty_like(tensor, device)))
+                    _, holder[name] = allocated.setdefault(id(tensor), (tensor, _make_empty_like(tensor, device)))
     return model
 
 

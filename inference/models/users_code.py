@@ -63,22 +63,22 @@ def _get_function(module: ModuleType, name: str) -> Callable[..., Any] | None:
 
 
 def _parse_specs(module: ModuleType, attribute: str) -> tuple[TensorSpec, ...] | None:
-    given = getattr(module, attribute, None)
-    if given is None:
+    specs = getattr(module, attribute, None)
+    if specs is None:
         return None
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(specs, Mapping) or not specs:
         raise UsageError(f"{attribute} of {module.__name__} is not a dictionary such as {EXAMPLE}")
-    return tuple(_parse_spec(f"{attribute} of {module.__name__}", name, each) for name, each in given.items())
+    return tuple(_parse_spec(f"{attribute} of {module.__name__}", name, each) for name, each in specs.items())
 
 
-def _parse_spec(where: str, name: object, given: object) -> TensorSpec:
-    match given:
+def _parse_spec(where: str, name: object, value: object) -> TensorSpec:
+    match value:
         case (str(datatype), [-1, *sizes]) if datatype in TORCH_DTYPES:
-            known = tuple(size for size in sizes if type(size) is int and (size > 0 or size == BATCH))
-            if len(known) == len(sizes):
-                return TensorSpec(str(name), datatype, (BATCH, *known))
+            valid_sizes = tuple(size for size in sizes if type(size) is int and (size > 0 or size == BATCH))
+            if len(valid_sizes) == len(sizes):
+                return TensorSpec(str(name), datatype, (BATCH, *valid_sizes))
     raise UsageError(
-        f"{where} has {given!r} for {name}; it is a datatype ({', '.join(TORCH_DTYPES)}) and a shape that begins with "
+        f"{where} has {value!r} for {name}; it is a datatype ({', '.join(TORCH_DTYPES)}) and a shape that begins with "
         f"-1, the batch, as in {EXAMPLE}"
     )
 
@@ -96,11 +96,11 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
     if not callable(function):
         raise UsageError(f"the module {architecture.library} has no function {architecture.name}")
     try:
-        built = function(**architecture.arguments)
+        result = function(**architecture.arguments)
     except Exception as error:
         raise UsageError(f"{place} cannot build the model: {references.describe_error(error)}") from error
     # A function for training may return its blocks and its loss too.
-    model = built.get("model") if isinstance(built, Mapping) else built
+    model = result.get("model") if isinstance(result, Mapping) else result
     if not isinstance(model, nn.Module):
         raise UsageError(f"{place} returned a {type(model).__name__}, not a torch.nn.Module")
     return model.to(dtype=dtype)

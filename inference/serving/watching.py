@@ -113,10 +113,10 @@ class CheckpointWatcher:
 
     def _find_pending(self, slot: ModelSlot) -> PendingCheckpoint | None:
         """The files at the source and how long they are so; None if they are those of the last version."""
-        if slot.files is not None and slot.files.again() == slot.files:
+        if slot.files is not None and slot.files.refresh() == slot.files:
             return None
         config = slot.source.options.reading.config
-        files, pending = CheckpointFiles.of_checkpoint(slot.source.url, config=config), self._pending.get(slot)
+        files, pending = CheckpointFiles.from_url(slot.source.url, config=config), self._pending.get(slot)
         if pending is None or files != pending.files:
             pending = self._pending[slot] = PendingCheckpoint(files, time.monotonic())
         return pending

@@ -109,7 +109,7 @@ def test_config_json_belongs_to_the_checkpoint(tmp_path):
     (tmp_path / "run").mkdir()
     weights = write_two(tmp_path / "run" / "step-1", 1)
     (tmp_path / "run" / "config.json").write_text('{"labels": ["one"]}')
-    before = checkpoint_files.CheckpointFiles.of_checkpoint(weights)
+    before = checkpoint_files.CheckpointFiles.from_url(weights)
     assert before.is_unchanged(None)
     (tmp_path / "run" / "notes.md").write_text("no file of the model")
     assert before.is_unchanged(None)
