@@ -18,7 +18,7 @@ from .results import Array, ModelInput
 
 MAX_SHAPES = 256  # shapes of rows whose sizes of passes are measured, each at its first request
 
-ForwardFunction = Callable[[Tensor], Tensor]  # of rows [n, ...], with the first dimension kept
+ForwardCall = Callable[[Tensor], Tensor]  # of rows [n, ...], with the first dimension kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,14 +36,14 @@ class ForwardPasses:
         """Sizes of passes by the shape of a row, for the shapes that were predicted."""
         return dict(self._sizes)
 
-    def run(self, rows: Tensor, forward: ForwardFunction, draw_rows: Callable[[int], Tensor]) -> Tensor:
+    def run(self, rows: Tensor, forward: ForwardCall, draw_rows: Callable[[int], Tensor]) -> Tensor:
         """``forward`` of ``rows``. ``draw_rows`` makes that many rows of the same shape, with values such as the model
         takes."""
         chunks = self.split_rows(rows, forward, draw_rows)
         return torch.cat([forward(chunk)[:num_kept] for chunk, num_kept in chunks])
 
     def split_rows(
-        self, rows: Tensor, probe: ForwardFunction, draw_rows: Callable[[int], Tensor]
+        self, rows: Tensor, probe: ForwardCall, draw_rows: Callable[[int], Tensor]
     ) -> Iterator[tuple[Tensor, int]]:
         """The rows of each pass, and how many of them are not padding. ``probe`` is a forward pass whose bits are
         compared."""
@@ -52,7 +52,7 @@ class ForwardPasses:
             yield rows[numbers], num_kept
 
     def split_numbers(
-        self, num_rows: int, shape: str, probe: ForwardFunction, draw_full_pass: Callable[[], Tensor]
+        self, num_rows: int, shape: str, probe: ForwardCall, draw_full_pass: Callable[[], Tensor]
     ) -> Iterator[tuple[Tensor, int]]:
         """The numbers of the rows of each pass, for ``num_rows`` rows of ``shape``, and how many of them are not
         padding. ``probe`` is a forward pass of the rows of ``draw_full_pass``, whose bits are compared."""
@@ -61,20 +61,17 @@ class ForwardPasses:
             size = self._choose_size(num_kept, shape, probe, draw_full_pass)
             yield torch.arange(start, start + size).clamp(max=start + num_kept - 1), num_kept
 
-    def _choose_size(
-        self, num_rows: int, shape: str, probe: ForwardFunction, draw_full_pass: Callable[[], Tensor]
-    ) -> int:
+    def _choose_size(self, num_rows: int, shape: str, probe: ForwardCall, draw_full_pass: Callable[[], Tensor]) -> int:
         if self.exact == "off":
             return max(num_rows, self.min_size)
         if shape not in self._sizes and len(self._sizes) >= MAX_SHAPES:
             return self.full_size
         if shape not in self._sizes:
-            self._sizes[shape] = (
-                (self.full_size,) if self.exact == "full" else self._measure_sizes(probe, draw_full_pass)
-            )
+            is_full = self.exact == "full"
+            self._sizes[shape] = (self.full_size,) if is_full else self._measure_sizes(probe, draw_full_pass)
         return next(size for size in self._sizes[shape] if size >= num_rows)
 
-    def _measure_sizes(self, probe: ForwardFunction, draw_full_pass: Callable[[], Tensor]) -> tuple[int, ...]:
+    def _measure_sizes(self, probe: ForwardCall, draw_full_pass: Callable[[], Tensor]) -> tuple[int, ...]:
         try:
             return find_agreeing_sizes(probe, draw_full_pass(), self.min_size)
         except Exception:
@@ -114,7 +111,7 @@ class BatchedTask:
 
 
 @torch.inference_mode()
-def find_agreeing_sizes(forward: ForwardFunction, rows: Tensor, min_size: int = 1) -> tuple[int, ...]:
+def find_agreeing_sizes(forward: ForwardCall, rows: Tensor, min_size: int = 1) -> tuple[int, ...]:
     """Powers of two from ``min_size`` and below ``len(rows)`` in whose passes the first and the last of ``rows`` have
     the bits of one pass of all, and ``len(rows)``."""
     full_size = len(rows)

@@ -138,7 +138,7 @@ def _make_exported_task(
     )
     outputs = description.outputs or signature.make_specs(signature.outputs)
     passes = ForwardPasses(full_size, passes.exact, min_rows)
-    return make_tensor_task(network, passes, declared=outputs, functions=description.functions)
+    return make_tensor_task(network, passes, outputs=outputs, functions=description.functions)
 
 
 def _call_program(

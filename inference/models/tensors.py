@@ -302,25 +302,25 @@ def make_tensor_task(
     network: Network,
     passes: ForwardPasses,
     *,
-    declared: Sequence[TensorSpec] | None = None,
+    outputs: Sequence[TensorSpec] | None = None,
     functions: FileFunctions | None = None,
 ) -> TensorTask:
-    """The task of a network. ``declared`` are its outputs if they are known; others are found by random rows. Raises
+    """The task of a network. ``outputs`` are those that it should have; without, they are found by random rows. Raises
     UsageError if it does not take these, or an output is not a tensor whose first dimension is the batch."""
     if not network.examples[0]:
         network = replace(network, examples=(_pick_shapes(network.inputs, 0), _pick_shapes(network.inputs, 1)))
     try:
         network, passes = _examine_rows(network, passes)
-        outputs = _find_outputs(network, passes)
+        actual = _find_outputs(network, passes)
     except Exception as error:
-        if isinstance(error, CkptError) or declared is None:
+        if isinstance(error, CkptError) or outputs is None:
             raise _make_refusal(network, error) from error
         # Random rows are none that it takes: nothing is known of rows in company.
         network, passes = replace(network, gives_list=True), replace(passes, full_size=1, min_size=1)
-        outputs = tuple(declared)
-    if declared is not None:
-        _check_declared(declared, outputs)
-    return TensorTask(network, tuple(declared or outputs), passes, functions or FileFunctions())
+        actual = tuple(outputs)
+    if outputs is not None:
+        _compare_specs(outputs, actual)
+    return TensorTask(network, tuple(outputs or actual), passes, functions or FileFunctions())
 
 
 def _make_refusal(network: Network, error: Exception) -> UsageError:
@@ -397,9 +397,9 @@ def _merge_sizes(first: Sequence[int], second: Sequence[int], gives_list: bool) 
         yield size if size == other > 0 and not (gives_list and place == 0) else BATCH
 
 
-def _check_declared(declared: Sequence[TensorSpec], actual: Sequence[TensorSpec]) -> None:
+def _compare_specs(outputs: Sequence[TensorSpec], actual: Sequence[TensorSpec]) -> None:
     by_name = {spec.name: spec for spec in actual}
-    for spec in declared:
+    for spec in outputs:
         output = by_name.get(spec.name, TensorSpec(spec.name, BYTES, (BATCH,)))
         fits = len(output.shape) == len(spec.shape) and all(
             BATCH in (size, wanted) or size == wanted for size, wanted in zip(output.shape, spec.shape, strict=True)

@@ -116,9 +116,8 @@ def make_task(model: nn.Module, options: TaskOptions) -> TensorTask:
 
 
 def make_module_task(model: nn.Module, description: NetworkDescription, options: TaskOptions) -> TensorTask:
-    inputs = description.require_inputs()
-    dtype = options.model.get_torch_dtype()
+    inputs, dtype = description.require_inputs(), options.model.get_torch_dtype()
     network = Network(inputs, call_in_order(model), find_device(model), dtype, description.output_names)
     return make_tensor_task(
-        network, options.make_passes(), declared=description.outputs, functions=description.functions
+        network, options.make_passes(), outputs=description.outputs, functions=description.functions
     )
