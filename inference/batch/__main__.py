@@ -152,7 +152,7 @@ def run_prediction(options: PredictOptions) -> None:
         inputs = find_inputs(options.input_options)
         if options.report is not None and not inputs.has_truth:
             raise UsageError("--report compares with true labels; say by --truth where they are")
-        tally, columns = predict_into(writer, inputs, options)
+        tally, columns = predict_and_write(writer, inputs, options)
     _print_summary(options, tally, columns)
 
 
@@ -166,15 +166,15 @@ def _print_summary(options: PredictOptions, tally: Tally, columns: OutputColumns
     if options.report is not None:
         options.report.write(tally, columns.labels)
         click.echo(f"report in {options.report.folder}")
-    tally.check_bad(options.output.url)
+    tally.refuse_bad_inputs(options.output.url)
 
 
-def predict_into(writer: RowWriter, inputs: Inputs, options: PredictOptions) -> tuple[Tally, OutputColumns]:
+def predict_and_write(writer: RowWriter, inputs: Inputs, options: PredictOptions) -> tuple[Tally, OutputColumns]:
     """Predict and write window by window, after the rows of a resumed run."""
     setup, tally = options.setup.with_torch_defaults(), Tally()
     predictor = setup.load_predictor()
     columns = choose_columns(predictor, options.top)
-    _check_fits(predictor, inputs, columns)
+    _check_inputs_fit(predictor, inputs, columns)
     input_options, suffix = options.input_options, options.output.url.rpartition(".")[2]
     settings = json.dumps([setup.to_json(), options.top, input_options.column, input_options.truth, suffix])
     this_run = RunDigests(predictor.identity.digest, inputs.digest, settings)
@@ -189,7 +189,7 @@ def predict_into(writer: RowWriter, inputs: Inputs, options: PredictOptions) -> 
     return tally, columns
 
 
-def _check_fits(predictor: Predictor, inputs: Inputs, columns: OutputColumns) -> None:
+def _check_inputs_fit(predictor: Predictor, inputs: Inputs, columns: OutputColumns) -> None:
     """Raises UsageError if the model does not take such inputs, or has no classes to compare with true labels."""
     from ..models.tensors import TensorTask
     from .pipeline import takes_texts

@@ -112,7 +112,7 @@ class RowWriter:
         self.columns = columns
         with self.output.translate_store_errors():
             if self.output.resume:
-                self._read_back(run, take_row)
+                self._read_earlier_rows(run, take_row)
             else:
                 self.remove_rows()
             self.fs.pipe_file(self._file_path(RUN_NAME), run.to_json())
@@ -144,7 +144,7 @@ class RowWriter:
         self.check_lock()
         with self.output.translate_store_errors():
             if self.output.is_remote:
-                self._upload()
+                self._upload_output()
             else:
                 with self.fs.open(self._file_path(WHOLE_NAME), "wb") as file:
                     self._copy_rows(file)
@@ -189,7 +189,7 @@ class RowWriter:
     def _part_path(self, first_row: int) -> str:
         return self._file_path(f"rows-{first_row:012d}.jsonl")
 
-    def _read_back(self, run: RunDigests, take_row: Callable[[dict[str, Any]], None]) -> None:
+    def _read_earlier_rows(self, run: RunDigests, take_row: Callable[[dict[str, Any]], None]) -> None:
         """Read the rows of the earlier run. Its last part may end within a line."""
         for part in self.list_parts():
             if not self.num_stored:
@@ -211,7 +211,7 @@ class RowWriter:
     def _make_damage_error(self, what: str) -> DestinationExistsError:
         return DestinationExistsError(f"{self.output.rows_folder} {what}; start afresh with --overwrite")
 
-    def _upload(self) -> None:
+    def _upload_output(self) -> None:
         """Write the output to the store in one upload, which is invisible before it is complete."""
         self.check_absent()
         file = self.fs.open(self.path, "wb", autocommit=False)
@@ -255,11 +255,11 @@ def open_output(output: OutputFile) -> Iterator[RowWriter]:
     try:
         with output.translate_store_errors():
             if not output.is_remote:
-                _check_local(output, Path(path))
+                _check_local_output(output, Path(path))
             writer.check_absent()
     except OSError as error:
         raise StoreError(f"{output.url} cannot be looked up ({error.strerror or error})") from error
-    with _hold_remote(writer) if output.is_remote else _hold_local(writer):
+    with _lock_remote_output(writer) if output.is_remote else _lock_local_output(writer):
         writer.check_absent()
         writer.check_no_rows_left()
         try:
@@ -270,7 +270,7 @@ def open_output(output: OutputFile) -> Iterator[RowWriter]:
             raise
 
 
-def _check_local(output: OutputFile, path: Path) -> None:
+def _check_local_output(output: OutputFile, path: Path) -> None:
     folder, unfinished = path.parent, Path(f"{path}.unfinished")
     if not folder.is_dir():
         raise StoreError(f"the folder of --output, {Path(output.url).parent}, does not exist; make it first")
@@ -283,7 +283,7 @@ def _check_local(output: OutputFile, path: Path) -> None:
 
 
 @contextmanager
-def _hold_remote(writer: RowWriter) -> Iterator[None]:
+def _lock_remote_output(writer: RowWriter) -> Iterator[None]:
     """Hold ``OUT.unfinished`` in its store while the block runs; the Hub has no locks."""
     if writer.output.url.startswith("hf://"):
         yield
@@ -294,7 +294,7 @@ def _hold_remote(writer: RowWriter) -> Iterator[None]:
 
 
 @contextmanager
-def _hold_local(writer: RowWriter) -> Iterator[None]:
+def _lock_local_output(writer: RowWriter) -> Iterator[None]:
     """Hold ``OUT.unfinished``, which is made, while the block runs, and remove it then if nothing is in it. The lock
     ends with the process."""
     lock = Path(f"{writer.path}.unfinished", LOCK_NAME)

@@ -84,7 +84,7 @@ class Tally:
         """Expected calibration error: the mean over predictions of abs(accuracy - confidence) of their bin."""
         return sum(abs(correct - confidence) for _, correct, confidence in self.bins) / max(1, self.num_known)
 
-    def check_bad(self, out: object) -> None:
+    def refuse_bad_inputs(self, out: object) -> None:
         """Raise BadInputsError if there is a row without a prediction."""
         if not self.num_bad:
             return

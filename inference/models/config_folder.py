@@ -47,7 +47,7 @@ def open_companion_folder(
             folder = _find_folder(fs, path, name, places)
             if folder is not None and is_url(url):
                 temporary = stack.enter_context(TemporaryDirectory(prefix="ckpt-tools-config-"))
-                _copy_small(fs, folder, Path(temporary))
+                _copy_small_files(fs, folder, Path(temporary))
                 folder = temporary
         except OSError as error:
             raise StoreError(f"{url}: the files beside the weights cannot be read ({error})") from error
@@ -78,7 +78,7 @@ def _find_folder(fs: Any, path: str, name: str, places: Sequence[str]) -> str | 
     return None
 
 
-def _copy_small(fs: Any, folder: str, into: Path) -> None:
+def _copy_small_files(fs: Any, folder: str, into: Path) -> None:
     for entry in fs.ls(folder, detail=True):
         name = entry["name"].rstrip("/").rpartition("/")[2]
         if entry["type"] == "file" and name.endswith(COMPANION_SUFFIXES) and entry["size"] <= MAX_BYTES:

@@ -30,7 +30,7 @@ MIN_TEXT_BYTES = 2**16  # limit of a text for the shortest models: spaces may va
 UNLIMITED_BYTES = 2**20  # limit of a text for a model that takes any number of tokens
 
 
-class TooLongError(FormatError):
+class TextTooLongError(FormatError):
     """A text of more bytes than the model can take. It is not tokenized, which needs 300 times the memory."""
 
 
@@ -40,9 +40,9 @@ def choose_max_bytes(num_tokens: int | None) -> int:
 
 
 def check_length(num_bytes: int, most: int | None, name: str) -> None:
-    """Raises TooLongError."""
+    """Raises TextTooLongError."""
     if most is not None and num_bytes > most:
-        raise TooLongError(f"{name} has {num_bytes:,} bytes; the model takes at most {most:,}")
+        raise TextTooLongError(f"{name} has {num_bytes:,} bytes; the model takes at most {most:,}")
 
 
 def list_classifier_outputs(num_classes: int, num_features: int | None) -> tuple[TensorSpec, ...]:

@@ -18,7 +18,7 @@ from ckpt_tools.errors import CkptError, FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
 from ..models.results import BYTES, ModelInput
-from ..models.task import TooLongError, check_length
+from ..models.task import TextTooLongError, check_length
 from .batching import QueueFullError
 from .decoding import MAX_WAITING_LARGE, InputDecoder
 from .generating import GenerateRequest, TextGenerator
@@ -292,7 +292,7 @@ def refuse_bad_requests() -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        raise RequestRefusal(413 if isinstance(error, TooLongError) else 400, error.message) from error
+        raise RequestRefusal(413 if isinstance(error, TextTooLongError) else 400, error.message) from error
     except ModelsEndedError as error:
         raise make_ended_refusal(error) from error
 
