@@ -33,14 +33,14 @@ from benchmarks.runner import RunSettings
 from benchmarks.turns import Taken, compare_with_promises, take_turns
 from ckpt_tools import load_into
 from fixtures.launch import pool
-from training.checkpoints.settings import Progress
+from training.checkpoints.settings import RunProgress
 from training.config.train_config import TrainConfig
 from training.data.datasets import load_dataset, to_input
 from training.engines import create_engine
 from training.engines.optimizers import schedule_for
 from training.launchers.torchrun import run_rank
 from training.loop.outlets import Outlet
-from training.loop.saving import Saver
+from training.loop.saving import CheckpointSaver
 from training.models.zoo import spec_of
 
 FSDP2_STEP, ZERO2_STEP, RESUME, STALL = "fsdp2-step", "zero2-step", "resume", "stall"
@@ -60,7 +60,7 @@ SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TurnSettings:
     """`size_bytes` is the size of the state that is resumed and saved; a turn has so many `steps` of `model`."""
 
     rounds: int
@@ -76,12 +76,12 @@ Turns = dict[str, list[Taken]]
 
 def measure_training(work: str, settings: RunSettings) -> list[str]:
     """The table of one work, on a rank for each GPU; without one, on 2."""
-    asked = Asked(settings.runs, settings.size_bytes, torch.cuda.device_count() or 2)
+    asked = TurnSettings(settings.runs, settings.size_bytes, torch.cuda.device_count() or 2)
     turns = take_turns_in_ranks(work, asked, settings.data / "training")
     return compare_with_promises({work: (turns[OURS], turns[THEIRS])}, PROMISED)
 
 
-def take_turns_in_ranks(work: str, asked: Asked, data: Path) -> Turns:
+def take_turns_in_ranks(work: str, asked: TurnSettings, data: Path) -> Turns:
     """The turns of rank 0."""
     data.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data) as folder:
@@ -121,7 +121,7 @@ def _make_config(out: Path, **values: Any) -> Any:
     return TrainConfig(out=out, launcher="torchrun", num_workers=dist.get_world_size(), **values)
 
 
-def step_turns(work: str, asked: Asked, folder: Path) -> Turns:
+def step_turns(work: str, asked: TurnSettings, folder: Path) -> Turns:
     """A run, and a loop of as many steps in an epoch. The first LOG_EVERY steps warm both up."""
     size = {"num_samples": BATCH * asked.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
     config = _make_config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
@@ -130,7 +130,7 @@ def step_turns(work: str, asked: Asked, folder: Path) -> Turns:
     return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
 
 
-class _Clock:
+class _StepClock:
     """Times at which the epoch begins and its steps end on this rank. A run calls it as its check whether to stop."""
 
     def __init__(self, config: Any) -> None:
@@ -156,7 +156,7 @@ def _our_step(config: Any, number: int) -> Taken:
     if dist.get_rank() == 0:
         config.out.mkdir(parents=True)
     dist.barrier()
-    clock = _Clock(config)
+    clock = _StepClock(config)
     asked: Any = clock
     run_rank(config, _choose_device(), asked)
     dist.barrier()
@@ -167,7 +167,7 @@ def _bare_step(config: Any) -> Taken:
     """The loop of the framework's own guide: forward, loss, backward, step."""
     model, step = _bare_fsdp2(config) if config.sharding.framework == "fsdp2" else _bare_deepspeed(config)
     model.train()
-    clock, numbers = _Clock(config), count(1)
+    clock, numbers = _StepClock(config), count(1)
     clock()
     for inputs, labels in _iter_batches(config):
         loss = step(inputs, labels)
@@ -235,18 +235,18 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     return engine, step
 
 
-def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
+def resume_turns(work: str, asked: TurnSettings, folder: Path) -> Turns:
     """Loading into the same model, with an optimizer without state, as in a run that resumes."""
     engine = _make_engine(asked, folder)
     saved = folder / "saved"
-    engine.prepare_save(Progress(1, 1))(saved)
+    engine.prepare_save(RunProgress(1, 1))(saved)
 
     def loaded(load: Callable[[], object]) -> Taken:
         engine.optimizer.state.clear()
         return _time_on_all_ranks(load)
 
     def load_by_torch() -> None:
-        state = engine.state_dict(Progress(1, 1))["app"]
+        state = engine.state_dict(RunProgress(1, 1))["app"]
         state_dict_loader.load({"app": state}, checkpoint_id=saved)
         set_state_dict(engine.model, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
@@ -255,16 +255,18 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
     return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
 
 
-def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
+def stall_turns(work: str, asked: TurnSettings, folder: Path) -> Turns:
     """Saves of a run, each complete before the next begins."""
     engine = _make_engine(asked, folder)
     config, outlet, numbers = engine._config, Outlet(engine._config), count(1)
-    background, waiting = (Saver(replace(config, async_save=is_async), engine, outlet) for is_async in (True, False))
+    background, waiting = (
+        CheckpointSaver(replace(config, async_save=is_async), engine, outlet) for is_async in (True, False)
+    )
 
-    def stalled(saver: Saver) -> Taken:
+    def stalled(saver: CheckpointSaver) -> Taken:
         def save() -> None:
             number = next(numbers)
-            saver.save(Progress(number, number), {})
+            saver.save(RunProgress(number, number), {})
             saver.collect()
 
         _time_on_all_ranks(save)
@@ -274,7 +276,7 @@ def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
     return take_turns({THEIRS: partial(stalled, waiting), OURS: partial(stalled, background)}, asked.rounds)
 
 
-def _make_engine(asked: Asked, folder: Path) -> Any:
+def _make_engine(asked: TurnSettings, folder: Path) -> Any:
     """The FSDP2 engine of a Llama with a state of that size, after one step."""
     if dist.get_rank() == 0:
         llama: Any = empty_model(fit_llama(asked.size_bytes // STATE_BYTES))

@@ -11,13 +11,13 @@ with use_default_interrupt():
 
     import click
 
-    from .config.command_line import CONTEXT, Command, check_installed, config_of, run_options
+    from .config.command_line import CONTEXT, CheckedCommand, check_installed, config_of, run_options
     from .config.options import options_by_heading
     from .loop.stopping import advice_after_stop, end_on_signals
 
 
 @click.command(
-    cls=Command,
+    cls=CheckedCommand,
     params=run_options(),
     headings=options_by_heading(),
     examples=(

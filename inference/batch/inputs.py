@@ -148,7 +148,7 @@ def make_held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs
 
 
 @lru_cache(maxsize=1)
-def _load_held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
+def _load_held_out(dataset: data.DatasetName, root: Path | None) -> data.TensorSamples:
     """Cached, because rows are counted before they are predicted."""
     from ..common.training_package import data
 

@@ -14,7 +14,7 @@ from benchmarks.inputs import InputCache, claim_data_folder
 from benchmarks.measure import MeasureError, Usage, measure_command
 from benchmarks.runner import Benchmark, BenchmarkJournal, RunSettings, measure_benchmarks
 from benchmarks.training import OURS as OUR_TURNS
-from benchmarks.training import PROMISED, THEIRS, Asked, take_turns_in_ranks
+from benchmarks.training import PROMISED, THEIRS, TurnSettings, take_turns_in_ranks
 from benchmarks.turns import compare_with_promises
 from tests.support.running import is_dead, start, wait_until
 
@@ -216,7 +216,7 @@ def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-TINY = Asked(ranks=2, rounds=1, steps=20, size_bytes=2_000_000, model="cnn")
+TINY = TurnSettings(ranks=2, rounds=1, steps=20, size_bytes=2_000_000, model="cnn")
 
 
 @pytest.mark.soak

@@ -24,7 +24,7 @@ from training.checkpoints.weights import export_weights
 from training.config.options import STRATEGIES
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
-from training.launchers.failures import Failure
+from training.launchers.failures import RankFailure
 from training.loop.result import RunResult
 
 SECONDS = 600.0
@@ -270,7 +270,7 @@ def sentence_of_failure(config: TrainConfig) -> str:
     try:
         train(config)
     except KeyError as error:
-        return Failure.from_error(0, error).sentence
+        return RankFailure.from_error(0, error).sentence
     return "it did not fail"
 
 

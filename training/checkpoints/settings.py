@@ -102,9 +102,8 @@ def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterabl
 def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:
     """Raises UsageError if the checkpoint is within an epoch and the rest of it would have other samples."""
     try:
-        progress = (
-            Progress.from_entries(extra) or Progress.from_entries(_mapping_at(extra, "client_state")) or Progress()
-        )
+        recorded_progress = (RunProgress.from_entries(each) for each in (extra, _mapping_at(extra, "client_state")))
+        progress = next(filter(None, recorded_progress), RunProgress())
     except AssertionError as error:
         raise FormatError("the epoch, step and batch of the checkpoint are of no position in a run") from error
     moved = [name for name in differing if name in ORDERING]
@@ -126,7 +125,7 @@ def _describe_change(config: TrainConfig, recorded: Settings, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """Position of a run between two optimizer steps. ``epoch`` and ``step`` are numbers of finished ones, ``batch`` the
     number of finished global batches of the current epoch, and ``loss_sum`` the sum of their mean losses. With the seed
     these determine the next samples and random numbers. ``data``: state of an iterable dataset, as JSON."""
@@ -156,7 +155,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_entries(cls, entries: Mapping[str, Any]) -> Progress | None:
+    def from_entries(cls, entries: Mapping[str, Any]) -> RunProgress | None:
         """Progress in a checkpoint's entries; None without epoch and step. Without ``batch``: the end of an epoch."""
         epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
         if type(epoch) is not int or type(step) is not int:

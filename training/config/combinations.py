@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from .model_names import MODELS, facts_of, folder_of
-from .options import OVERRIDES, RESUME_AUTO, Options, is_url, option_name
+from .options import OVERRIDES, RESUME_AUTO, RunOptions, is_url, option_name
 from .references import Reference, is_function, text_of
 
 DEEPSPEED_PIPELINES = ("zero0", "zero1")
@@ -20,18 +20,18 @@ Rules = Iterator[str]
 """Sentence of each broken rule."""
 
 
-def broken_rule(run: Options) -> str | None:
+def broken_rule(run: RunOptions) -> str | None:
     """The sentence of the first rule that these options break. Groups of rules rely on those before them."""
     groups = (_model_rules, _unused_options, _parallelism_rules, _framework_rules, _data_rules, _saving_rules)
     return next(chain.from_iterable(group(run) for group in groups), None)
 
 
-def _uses_fully_shard(run: Options) -> bool:
+def _uses_fully_shard(run: RunOptions) -> bool:
     """Whether ``fully_shard`` shards the model; DDP does not."""
     return run.sharding.framework == "fsdp2" and run.sharding.name != "ddp"
 
 
-def _model_rules(run: Options) -> Rules:
+def _model_rules(run: RunOptions) -> Rules:
     name, engine = run.sharding.name, run.engine
     if run.strategy is None and engine is None:
         yield "give --strategy, or --engine to shard fully with that engine"
@@ -50,7 +50,7 @@ def _model_rules(run: Options) -> Rules:
         yield f"--model {text_of(run.model)} learns from images, and --dataset is text"
 
 
-def _unused_options(run: Options) -> Rules:
+def _unused_options(run: RunOptions) -> Rules:
     """Options that are for another one, which is not given."""
     is_torch, shards_fully = run.sharding.framework == "fsdp2", _uses_fully_shard(run)
     fsdp2, its_name = "strategies of FSDP2", f"and --strategy is {run.sharding.name}"
@@ -83,7 +83,7 @@ def _unused_options(run: Options) -> Rules:
             yield f"--{option_name(option)} is for {user}"
 
 
-def _parallelism_rules(run: Options) -> Rules:
+def _parallelism_rules(run: RunOptions) -> Rules:
     """Rules of ``--tp``, ``--pp`` and ``--ep``, and of all sizes that a number of workers has to divide."""
     facts, model, shards_fully = run.model_facts, text_of(run.model), _uses_fully_shard(run)
     used = [option for option in ("tp", "pp", "ep") if getattr(run, option) > 1]
@@ -120,7 +120,7 @@ def _parallelism_rules(run: Options) -> Rules:
         yield f"--pp {run.pp} needs a micro-batch for each stage: give --gradient-accumulation {run.pp} or a multiple"
 
 
-def _framework_rules(run: Options) -> Rules:
+def _framework_rules(run: RunOptions) -> Rules:
     """Things that a framework does not do, or its engine here."""
     name, is_torch = run.sharding.name, run.sharding.framework == "fsdp2"
     for is_broken, what, instead in (
@@ -145,7 +145,7 @@ def find_missing_root(dataset: Reference, root: Path | None) -> str | None:
     return None
 
 
-def _data_rules(run: Options) -> Rules:
+def _data_rules(run: RunOptions) -> Rules:
     parts, split = run.gradient_accumulation, [name for name in ("tp", "pp") if getattr(run, name) > 1]
     if run.batch_size % (run.data_workers * parts):
         times = f" x {parts} micro-batches" if parts > 1 else ""
@@ -160,7 +160,7 @@ def _data_rules(run: Options) -> Rules:
         yield f"--until {run.until} lies beyond --epochs {run.epochs}"
 
 
-def _saving_rules(run: Options) -> Rules:
+def _saving_rules(run: RunOptions) -> Rules:
     if run.storage is not None and not is_url(run.storage):
         yield f"--storage is a URL such as s3://bucket/run, not {run.storage!r}; a folder is --out"
     if run.storage is not None and run.launcher != "ray":

@@ -78,7 +78,7 @@ CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
 """Context of a command whose last argument is the options of a run."""
 
 
-class Command(GroupedCommand):
+class CheckedCommand(GroupedCommand):
     """A command that refuses empty values, on the command line and in its ``--config`` file, and shows no credential.
     The values are checked as text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder.
     """
@@ -163,7 +163,7 @@ def config_of(options: dict[str, Any]) -> TrainConfig:
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
     """Values of the options of a run. Raises ``click.ClickException``."""
-    return Command("training", params=run_options()).make_context("training", list(words)).params
+    return CheckedCommand("training", params=run_options()).make_context("training", list(words)).params
 
 
 INSTALL = "pip install 'ckpt-tools[train]'"

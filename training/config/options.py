@@ -121,7 +121,7 @@ ARG = "NAME=VALUE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class RunOptions:
     """The options with their defaults, in the order of ``--help``; :class:`.train_config.TrainConfig` checks them."""
 
     strategy: Annotated[
@@ -291,9 +291,9 @@ class Options:
 @cache
 def describe_options() -> tuple[tuple[Field[Any], Any, Option], ...]:
     """Each option: its field, its type without ``None`` (of a reference, ``str``), and its :class:`Option`."""
-    hints = get_type_hints(Options, include_extras=True)
+    hints = get_type_hints(RunOptions, include_extras=True)
     described = []
-    for field in fields(Options):
+    for field in fields(RunOptions):
         kind, option = get_args(hints[field.name])
         if get_origin(kind) in (Union, UnionType):
             kind = next(each for each in get_args(kind) if each is not NoneType)

@@ -17,7 +17,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.process.credentials import remember_secrets
 
 from .combinations import broken_rule
-from .options import DATASETS, OPTIMIZERS, SCHEDULES, SETTINGS, Options, describe_options, option_name
+from .options import DATASETS, OPTIMIZERS, SCHEDULES, SETTINGS, RunOptions, describe_options, option_name
 from .options import EngineName as EngineName
 from .references import check_importable, is_function, parse_arguments, recorded_name, text_of
 
@@ -45,7 +45,7 @@ def _digest_files(root: Path, pattern: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(Options):
+class TrainConfig(RunOptions):
     """A training run. Raises ``UsageError``, with options spelled as on the command line, for invalid values."""
 
     def __post_init__(self) -> None:

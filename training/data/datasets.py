@@ -38,7 +38,7 @@ DIGITS_SPLIT_SEED = 20
 
 
 @dataclass(frozen=True, eq=False)
-class Samples(Dataset[Any]):
+class TensorSamples(Dataset[Any]):
     """Inputs and labels of a dataset: images uint8 [n, 28, 28] and classes int64 [n]; or pieces of a text, uint8 bytes
     or int32 tokens [n, t], and what follows each of these, int64 [n, t]."""
 
@@ -59,11 +59,11 @@ class Samples(Dataset[Any]):
 
 def load_dataset(
     name: DatasetName, part: Part, root: Path | None, hub: Path | None = None, context: int | None = None
-) -> Samples:
+) -> TensorSamples:
     """One part of a dataset; of a text, ``hub`` is the folder of the model, and ``context`` the length of the pieces.
     Raises UsageError if ``root`` is needed and missing, or holds something else. StoreError if a download fails."""
     if name == "text":
-        return Samples(*cut_into_pieces(root, hub, context, held_out=part == "held-out"))
+        return TensorSamples(*cut_into_pieces(root, hub, context, held_out=part == "held-out"))
     if context is not None:
         raise UsageError(f"--dataset-arg context is for --dataset text, not {name}")
     if name == "digits":
@@ -82,7 +82,7 @@ def to_input(pixels: Tensor) -> Tensor:
     return pixels.unsqueeze(1).to(torch.float32, copy=True).div_(127.5).sub_(1.0)
 
 
-def _load_digits(part: Part) -> Samples:
+def _load_digits(part: Part) -> TensorSamples:
     """Read scikit-learn's file: importing its module takes 3 s, this 0.15 s. A row is an image and its class."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
@@ -90,7 +90,7 @@ def _load_digits(part: Part) -> Samples:
     digits = np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(digits))
     rows = torch.from_numpy(digits[order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]])
-    return Samples(_upscale_digits(rows[:, :-1].reshape(-1, 8, 8)), rows[:, -1].to(torch.int64))
+    return TensorSamples(_upscale_digits(rows[:, :-1].reshape(-1, 8, 8)), rows[:, -1].to(torch.int64))
 
 
 def _upscale_digits(levels: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _upscale_digits(levels: Tensor) -> Tensor:
     return large.squeeze(1).round().to(torch.uint8)
 
 
-def _load_fashion_mnist(part: Part, root: Path) -> Samples:
+def _load_fashion_mnist(part: Part, root: Path) -> TensorSamples:
     from torchvision.datasets import FashionMNIST
 
     try:
@@ -110,10 +110,10 @@ def _load_fashion_mnist(part: Part, root: Path) -> Samples:
             f"FashionMNIST is not in {root} and could not be downloaded ({first_line(error)}); "
             f"copy its four .gz files into {root / 'FashionMNIST' / 'raw'} or use --dataset digits"
         ) from error
-    return Samples(dataset.data, dataset.targets)
+    return TensorSamples(dataset.data, dataset.targets)
 
 
-def _load_image_folder(part: Part, root: Path) -> Samples:
+def _load_image_folder(part: Part, root: Path) -> TensorSamples:
     """Images in ``root/PART/CLASS``, grey and 28x28. The folders in ``train`` number the classes of both."""
     classes, images = _image_folder(root, "train").classes, _image_folder(root, part)
     if unknown := sorted({*images.classes} - {*classes}):
@@ -121,7 +121,9 @@ def _load_image_folder(part: Part, root: Path) -> Samples:
     if len(classes) > NUM_CLASSES:
         raise UsageError(f"--data-root {root} has {len(classes)} classes, and models tell {NUM_CLASSES} apart")
     numbers = [classes.index(images.classes[number]) for number in images.targets]
-    return Samples(torch.stack([_read_grey_image(Path(path)) for path, _ in images.samples]), torch.tensor(numbers))
+    return TensorSamples(
+        torch.stack([_read_grey_image(Path(path)) for path, _ in images.samples]), torch.tensor(numbers)
+    )
 
 
 def _image_folder(root: Path, part: Part) -> Any:

@@ -26,7 +26,7 @@ from ckpt_tools.errors import UsageError
 from ..config.model_names import folder_of
 from ..config.references import call_function, check_arguments, is_function, parse_arguments, text_of
 from ..config.train_config import TrainConfig
-from .datasets import Part, Samples, load_dataset
+from .datasets import Part, TensorSamples, load_dataset
 
 Collate = Callable[[list[Any]], Any]
 
@@ -87,7 +87,7 @@ def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class EpochPosition:
     """The first batch of an epoch that is wanted, and the state of an iterable dataset there, if it has one."""
 
     epoch: int
@@ -110,12 +110,12 @@ class Batches:
         """State of an iterable dataset before its first sample, in which each epoch begins."""
         return state_of(self.dataset)
 
-    def iterate_epoch(self, start: Position) -> Iterator[tuple[Any, str | None]]:
+    def iterate_epoch(self, start: EpochPosition) -> Iterator[tuple[Any, str | None]]:
         """Batches on the device, and the state of the dataset after each."""
         is_stream = isinstance(self.dataset, IterableDataset)
         order = None if is_stream else self._list_batches(start)
         loader = DataLoader(
-            Stream(self, start) if is_stream else Fetched(self.dataset, self.config.seed, start.epoch),
+            BatchedStream(self, start) if is_stream else BatchedDataset(self.dataset, self.config.seed, start.epoch),
             batch_sampler=order,
             batch_size=None if is_stream else 1,
             collate_fn=_as_it_is,
@@ -124,7 +124,7 @@ class Batches:
         )
         return ((to_device(batch, self.device), state) for batch, state in loader)
 
-    def _list_batches(self, start: Position) -> list[list[int]]:
+    def _list_batches(self, start: EpochPosition) -> list[list[int]]:
         """Numbers of the samples of each batch that is left of the epoch."""
         length = length_of(self.dataset)
         assert length is not None
@@ -137,7 +137,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-class Fetched(Dataset[Any]):
+class BatchedDataset(Dataset[Any]):
     """Whole batches of a dataset, in the process that loads them. Of the user's own, each sample has random numbers of
     its own."""
 
@@ -146,7 +146,7 @@ class Fetched(Dataset[Any]):
         self._collate = collate_of(dataset)
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, None]:
-        if isinstance(self._dataset, Samples):
+        if isinstance(self._dataset, TensorSamples):
             return self._dataset.__getitems__(indices), None
         return self._collate([self._load_sample(each) for each in indices]), None
 
@@ -163,11 +163,11 @@ def collate_of(dataset: Any) -> Collate:
     return collate
 
 
-class Stream(IterableDataset[Any]):
+class BatchedStream(IterableDataset[Any]):
     """A share of each global batch of an iterable dataset, and the dataset's state after it. Every rank reads all
     samples, so that a run may continue at any world size. Each sample has random numbers of its own."""
 
-    def __init__(self, batches: Batches, start: Position) -> None:
+    def __init__(self, batches: Batches, start: EpochPosition) -> None:
         self._dataset, self._seed, self._size = batches.dataset, batches.config.seed, batches.config.batch_size
         share = self._size // batches.world_size
         self._rows = slice(batches.rank * share, (batches.rank + 1) * share)
@@ -222,7 +222,7 @@ def held_out_batches(dataset: Any, size: int, device: torch.device) -> Callable[
     """Function that gives the batch of a number, on the device, and its samples; the last one may be smaller."""
 
     def batch_at(number: int) -> tuple[Any, int]:
-        source = Fetched(dataset, 0, 0)
+        source = BatchedDataset(dataset, 0, 0)
         indices = list(range(number * size, min((number + 1) * size, len(dataset))))
         return to_device(source.__getitems__(indices)[0], device), len(indices)
 

@@ -7,13 +7,13 @@ import os
 import torch
 
 from ..config.train_config import TrainConfig
-from .base import Engine, Progress
-from .optimizers import Schedule
+from .base import Engine, RunProgress
+from .optimizers import LearningRateSchedule
 
-__all__ = ["Engine", "Progress", "create_engine"]
+__all__ = ["Engine", "RunProgress", "create_engine"]
 
 
-def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device) -> Engine:
+def create_engine(config: TrainConfig, schedule: LearningRateSchedule, device: torch.device) -> Engine:
     """The engine of ``config``, over the default process group. DeepSpeed is imported only for its engines."""
     # torch's precision of float32 products and its determinism are those of the whole process.
     torch.set_float32_matmul_precision(config.matmul_precision)
@@ -22,9 +22,9 @@ def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     if config.pp > 1 and config.sharding.framework == "fsdp2":
-        from .fsdp2_pipeline import PipelineEngine
+        from .fsdp2_pipeline import Fsdp2PipelineEngine
 
-        return PipelineEngine(config, schedule, device)
+        return Fsdp2PipelineEngine(config, schedule, device)
     if config.sharding.framework == "fsdp2":
         from .fsdp2 import Fsdp2Engine
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import ckpt_tools
 from ckpt_tools.errors import FormatError
 
-from ..checkpoints.settings import Progress as Progress
+from ..checkpoints.settings import RunProgress as RunProgress
 from ..config.options import Precision
 
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,12 +43,12 @@ class Engine(Protocol):
     def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         """``metrics`` of the model in evaluation mode and the batch; collective."""
 
-    def prepare_save(self, progress: Progress, group: ProcessGroup | None = None) -> Save:
+    def prepare_save(self, progress: RunProgress, group: ProcessGroup | None = None) -> Save:
         """Function that writes this rank's shards into a folder, which exists and may differ between ranks. With
         ``group``, for the messages of a save in the background, it writes a copy in CPU memory, until the next call;
         only FSDP2 and DDP can."""
 
-    def resume(self, checkpoint: Path | str) -> Progress:
+    def resume(self, checkpoint: Path | str) -> RunProgress:
         """Restore model, optimizer and scheduler from a checkpoint of any format and world size, which every rank can
         read. Learning rate, schedule and weight decay stay those of the run. Raises ``CkptError``."""
 
@@ -69,9 +69,9 @@ def mean_of(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
 
-def read_progress(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
+def read_progress(entries: Mapping[str, Any], checkpoint: Path | str) -> RunProgress:
     """Progress of the run that wrote these entries of a checkpoint. Raises ``FormatError``."""
-    progress = Progress.from_entries(entries)
+    progress = RunProgress.from_entries(entries)
     if progress is None:
         raise FormatError(f"{checkpoint} does not say after which epoch and step it was saved")
     return progress

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config.train_config import TrainConfig
-from ..models.zoo import Model, ModelSpec
+from ..models.zoo import ModelSpec, TrainableModel
 
 OnBlock = Callable[[nn.Module], None]
 
@@ -20,7 +20,7 @@ MAX_COMPILED = 64
 """Limit of compiled variants of a class of blocks; torch runs further ones uncompiled without a warning."""
 
 
-def build_in_blocks(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> Model:
+def build_in_blocks(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> TrainableModel:
     """The model with the weights of the run's seed; ``on_block`` is called with each block once its weights are drawn.
     The order of drawing is fixed, so every strategy and world size starts from the same weights."""
     torch.manual_seed(config.seed)

@@ -20,11 +20,11 @@ from ckpt_tools import load_into
 from ..checkpoints.settings import SETTINGS_ENTRY, hint_at_convert
 from ..checkpoints.weights import converted_copy, load_first_weights
 from ..config.train_config import TrainConfig
-from ..models.zoo import Model, spec_of
+from ..models.zoo import TrainableModel, spec_of
 from .base import (
     DTYPES,
     Metrics,
-    Progress,
+    RunProgress,
     Save,
     apply_settings,
     is_loaded_by_deepspeed,
@@ -36,13 +36,13 @@ from .base import (
 )
 from .blocks import RunningAverages, build_in_blocks, prepare_block, set_training
 from .deepspeed_config import deepspeed_config
-from .optimizers import Schedule, is_fused, make_optimizer
+from .optimizers import LearningRateSchedule, is_fused, make_optimizer
 
 
 class DeepSpeedEngine:
     """An :class:`~training.engines.base.Engine` over DeepSpeed."""
 
-    def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, schedule: LearningRateSchedule, device: torch.device) -> None:
         join_process_group(device)
         self._config, self._device, self.data_rank = config, device, torch.distributed.get_rank()
         self._dtype = DTYPES[config.precision]
@@ -68,7 +68,7 @@ class DeepSpeedEngine:
                 group["param_names"] = [names[each] for each in group["params"]]
         self._averages = RunningAverages(self._engine.module)
 
-    def _build_first_model(self, options: dict[str, Any], device: torch.device) -> Model:
+    def _build_first_model(self, options: dict[str, Any], device: torch.device) -> TrainableModel:
         """The model with its initial weights. In stage 3 each block is partitioned as soon as it has its weights."""
         config, in_parts = self._config, self._config.sharding.stage == 3
 
@@ -90,7 +90,7 @@ class DeepSpeedEngine:
             model.module.to(self._dtype)  # DeepSpeed does not cast a partly partitioned model
         return model
 
-    def _make_own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
+    def _make_own_optimizer(self, model: TrainableModel, options: dict[str, Any]) -> Optimizer | None:
         """None: DeepSpeed makes the one of its configuration."""
         return None if "optimizer" in options else make_optimizer(self._config, model.parameters(), self._device)
 
@@ -110,7 +110,7 @@ class DeepSpeedEngine:
         self._engine.eval()
         return metrics(self._call_engine, batch)
 
-    def prepare_save(self, progress: Progress, group: ProcessGroup | None = None) -> Save:
+    def prepare_save(self, progress: RunProgress, group: ProcessGroup | None = None) -> Save:
         assert group is None, "DeepSpeed writes its state itself"
         tag = f"global_step{progress.step}"
 
@@ -121,10 +121,10 @@ class DeepSpeedEngine:
 
         return save
 
-    def _make_client_state(self, progress: Progress) -> dict[str, Any]:
+    def _make_client_state(self, progress: RunProgress) -> dict[str, Any]:
         return {**progress.to_entries(), SETTINGS_ENTRY: self._config.settings}
 
-    def resume(self, checkpoint: Path | str) -> Progress:
+    def resume(self, checkpoint: Path | str) -> RunProgress:
         with hint_at_convert(checkpoint):
             entries = self._load_checkpoint(checkpoint, self._engine.zero_optimization_stage())
         apply_settings(self._own_values, self._engine.lr_scheduler)

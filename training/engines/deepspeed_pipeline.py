@@ -24,11 +24,11 @@ from ckpt_tools import load_into
 from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
-from ..models.zoo import Model, spec_of
-from .base import Metrics, Progress, is_loaded_by_deepspeed, micro_batches
+from ..models.zoo import TrainableModel, spec_of
+from .base import Metrics, RunProgress, is_loaded_by_deepspeed, micro_batches
 from .blocks import OnBlock, prepare_block
 from .deepspeed import DeepSpeedEngine
-from .stages import Stage, build_stage, layers_of, logits_of_stages, names_of_stages
+from .stages import ModelStage, build_stage, layers_of, logits_of_stages, names_of_stages
 
 DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # parameters that select its implementation
 NAMES_ENTRY = "pipeline_names"
@@ -47,19 +47,19 @@ def names_of(layers: int) -> dict[str, list[str]]:
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """An :class:`~training.engines.base.Engine` over DeepSpeed's ``PipelineEngine``."""
 
-    def _build_first_model(self, options: dict[str, Any], device: torch.device) -> Model:
+    def _build_first_model(self, options: dict[str, Any], device: torch.device) -> TrainableModel:
         self._stage = _seeded_stage(self._config, partial(prepare_block, self._config))
         # DeepSpeed prints the topology, and autograd would record the collective for tied weights.
         with redirect_stdout(io.StringIO()), torch.no_grad():
-            model = _Pipeline(list(_list_layers(self._stage)), num_stages=self._config.pp, loss_fn=mean_loss)
+            model = _EvenPipelineModule(list(_list_layers(self._stage)), num_stages=self._config.pp, loss_fn=mean_loss)
         grid = model.mpu()
         self.data_rank, self._group = grid.get_data_parallel_rank(), grid.get_pipe_parallel_group()
         _, self._elsewhere = names_of_stages(self._stage, self._group)
         self._names = self._elsewhere.union(self._stage.state_dict())
         load_first_weights(self._config, self._stage, self._elsewhere)
-        return Model(model)
+        return TrainableModel(model)
 
-    def _make_own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
+    def _make_own_optimizer(self, model: TrainableModel, options: dict[str, Any]) -> Optimizer | None:
         """An optimizer of named parameters, which DeepSpeed saves without ZeRO. For clipping, DeepSpeed counts only
         parameters with ``model_parallel`` on all stages but the first."""
         if self._config.sharding.stage:
@@ -77,7 +77,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         return metrics(lambda inputs: logits_of_stages(self._stage, inputs, self._dtype, self._group), batch)
 
-    def _make_client_state(self, progress: Progress) -> dict[str, Any]:
+    def _make_client_state(self, progress: RunProgress) -> dict[str, Any]:
         return {**super()._make_client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
 
     def _load_checkpoint(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
@@ -98,14 +98,14 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return entries
 
 
-def _seeded_stage(config: TrainConfig, on_block: OnBlock) -> Stage:
+def _seeded_stage(config: TrainConfig, on_block: OnBlock) -> ModelStage:
     """This rank's stage. Stages are outermost, as in DeepSpeed's topology."""
     number = torch.distributed.get_rank() // (torch.distributed.get_world_size() // config.pp)
     return build_stage(config, spec_of(config), number, on_block)
 
 
 @torch.no_grad()
-def _copy_into_partitions(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any) -> None:
+def _copy_into_partitions(stage: ModelStage, optimizer: AdamW, ours: ModelStage, zero: Any) -> None:
     [group], [flat], [members] = optimizer.param_groups, zero.single_partition_of_fp32_groups, zero.bit16_groups
     step = optimizer.state[group["params"][0]]["step"].clone()
     zero.optimizer.state[flat] = {"step": step, **{moment: torch.zeros_like(flat) for moment in MOMENTS}}
@@ -118,19 +118,19 @@ def _copy_into_partitions(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any
             safe_set_full_optimizer_state(mine, optimizer.state[loaded][moment], moment)
 
 
-def _list_layers(stage: Stage) -> Iterator[Any]:
+def _list_layers(stage: ModelStage) -> Iterator[Any]:
     """All layers of the model in order; those of other stages are not built."""
     mine, elsewhere = dict(stage.layers.items()), LayerSpec(nn.Identity)
-    yield _Embedding(stage)
+    yield _TiedEmbedding(stage)
     yield from (mine.get(str(at), elsewhere) for at in range(stage.all_layers))
     yield stage.norm if stage.is_last else elsewhere
-    yield _Embedding(stage, lambda embed, x: functional.linear(x, embed.weight))
+    yield _TiedEmbedding(stage, lambda embed, x: functional.linear(x, embed.weight))
 
 
-class _Embedding(TiedLayerSpec):
+class _TiedEmbedding(TiedLayerSpec):
     """The tied matrix of the first and the last stage."""
 
-    def __init__(self, stage: Stage, forward: Callable[[nn.Embedding, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, stage: ModelStage, forward: Callable[[nn.Embedding, Tensor], Tensor] | None = None) -> None:
         super().__init__(EMBEDDING, nn.Embedding, forward_fn=forward)
         self._stage = stage
 
@@ -138,7 +138,7 @@ class _Embedding(TiedLayerSpec):
         return self._stage.embed
 
 
-class _Pipeline(PipelineModule):
+class _EvenPipelineModule(PipelineModule):
     """A pipeline with the same stages as with FSDP2."""
 
     def _partition_layers(self, method: str) -> None:

@@ -31,7 +31,7 @@ from ..config.train_config import TrainConfig
 from ..models.zoo import spec_of
 from .base import (
     Metrics,
-    Progress,
+    RunProgress,
     Save,
     apply_settings,
     mean_of,
@@ -41,7 +41,7 @@ from .base import (
     read_scheduler_state,
 )
 from .blocks import RunningAverages, set_training
-from .optimizers import LossScaler, Schedule, clip_factor, make_optimizer, scale_gradients, total_norm
+from .optimizers import LearningRateSchedule, LossScaler, clip_factor, make_optimizer, scale_gradients, total_norm
 from .parallel import make_meshes, parallel_model
 from .stages import names_of_stages
 
@@ -51,7 +51,7 @@ SCALER_ENTRY = "loss_scaler"
 class Fsdp2Engine:
     """An :class:`~training.engines.base.Engine` over FSDP2, or over DistributedDataParallel."""
 
-    def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, schedule: LearningRateSchedule, device: torch.device) -> None:
         self._config, self._meshes = config, make_meshes(config, device)
         self.data_rank = torch.distributed.get_rank() // config.tp % self._meshes.data.size()
         sharded = parallel_model(config, spec_of(config), self._meshes, device)
@@ -133,7 +133,7 @@ class Fsdp2Engine:
         with self._autocast():
             return metrics(self._module, batch)
 
-    def state_dict(self, progress: Progress) -> dict[str, Any]:
+    def state_dict(self, progress: RunProgress) -> dict[str, Any]:
         """The checkpoint at this position; collective."""
         model, optim = get_state_dict(self.model, self.optimizer)
         if self._parameters:
@@ -149,12 +149,12 @@ class Fsdp2Engine:
         entries[SETTINGS_ENTRY] = self._config.settings
         return {"app": entries | ({} if self.scaler is None else {SCALER_ENTRY: asdict(self.scaler)})}
 
-    def prepare_save(self, progress: Progress, group: ProcessGroup | None = None) -> Save:
+    def prepare_save(self, progress: RunProgress, group: ProcessGroup | None = None) -> Save:
         state = self.state_dict(progress)
         staged = state if group is None else self._stager.stage(state)
         return lambda folder: state_dict_saver.save(staged, checkpoint_id=folder, process_group=group)
 
-    def resume(self, checkpoint: Path | str) -> Progress:
+    def resume(self, checkpoint: Path | str) -> RunProgress:
         with hint_at_convert(checkpoint):
             entries = load_into(self.model, self.optimizer, checkpoint, elsewhere=self._elsewhere)
         self._scheduler.load_state_dict(read_scheduler_state(entries, checkpoint))

@@ -18,16 +18,16 @@ from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine
-from .optimizers import Schedule
-from .stages import Stage, from_last, logits_of_stages
+from .optimizers import LearningRateSchedule
+from .stages import ModelStage, from_last, logits_of_stages
 
 
-class PipelineEngine(Fsdp2Engine):
+class Fsdp2PipelineEngine(Fsdp2Engine):
     """An :class:`~training.engines.base.Engine` over the stages of a pipeline."""
 
-    def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, schedule: LearningRateSchedule, device: torch.device) -> None:
         super().__init__(config, schedule, device)
-        assert isinstance(self._module, Stage) and self._meshes.pipeline is not None
+        assert isinstance(self._module, ModelStage) and self._meshes.pipeline is not None
         self._stage, self._device, self._group = self._module, device, self._meshes.pipeline.get_group()
         self._losses: list[Tensor] = []
         self._schedule: Any = None

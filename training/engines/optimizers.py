@@ -54,7 +54,7 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningRateSchedule:
     """Factor of the peak learning rate by the number of finished optimizer steps. A function of the user's gets this
     number and that of all steps, and has no other warm-up than its own."""
 
@@ -90,12 +90,12 @@ class Schedule:
         return LambdaLR(optimizer, lambda step: self.factor(step))
 
 
-def schedule_for(total_steps: int, warmup_fraction: float, shape: Reference = "cosine") -> Schedule:
+def schedule_for(total_steps: int, warmup_fraction: float, shape: Reference = "cosine") -> LearningRateSchedule:
     """Schedule that warms up over this fraction of the run, at most all steps but one."""
-    return Schedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)
+    return LearningRateSchedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)
 
 
-def make_schedule(config: TrainConfig, total_steps: int) -> Schedule:
+def make_schedule(config: TrainConfig, total_steps: int) -> LearningRateSchedule:
     """Schedule of a run. Raises ``UsageError`` if its function cannot be imported."""
     shape: Reference | Callable[..., Any] = config.schedule
     if is_function(shape):

@@ -35,7 +35,7 @@ from ckpt_tools.errors import UsageError
 from ..config.train_config import TrainConfig
 from ..models.experts import Experts, MixtureBlock
 from ..models.language_model import LanguageModel
-from ..models.zoo import Model, ModelSpec
+from ..models.zoo import ModelSpec, TrainableModel
 from .base import DTYPES
 from .blocks import build_in_blocks, prepare_block
 from .stages import build_stage
@@ -81,7 +81,7 @@ def _shard_size(config: TrainConfig, workers: int) -> int:
     return 1 if config.sharding.stage == 0 else config.shard_size or workers
 
 
-def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> Model:
+def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> TrainableModel:
     """The model with the weights of the seed, sharded; with a pipeline, this rank's stage of it. ``fully_shard`` moves
     what it shards to the device, and with ``--cpu-offload`` back."""
     if config.sharding.name == "ddp":
@@ -100,8 +100,8 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
         parts = [model]
     else:
         stage = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block)
-        model = Model(stage)
-        parts = [Model(chunk, list(chunk.layers.values())) for chunk in stage.chunks]
+        model = TrainableModel(stage)
+        parts = [TrainableModel(chunk, list(chunk.layers.values())) for chunk in stage.chunks]
     if meshes.tensor is not None:
         shard_root(model.module, meshes.tensor)
     for part in parts:
@@ -117,7 +117,7 @@ def _shard_experts(config: TrainConfig, experts: Experts, everyone: DeviceMesh, 
     fully_shard(experts, **_block_options(config, same), shard_placement_fn=lambda _: rows)
 
 
-def _wrap_in_ddp(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Model:
+def _wrap_in_ddp(config: TrainConfig, spec: ModelSpec, device: torch.device) -> TrainableModel:
     """DDP. With ``find_unused_parameters`` the gradient buckets keep their order. Otherwise DDP reorders them after the
     first step of a run, and a resumed run would sum in another order; on a GPU, where sums vary anyway, that is faster.
     """

@@ -20,7 +20,7 @@ from ..models.zoo import ModelSpec
 from .blocks import OnBlock, build_in_blocks
 
 
-class Chunk(nn.Module):
+class LayerChunk(nn.Module):
     """Consecutive layers of the model: bytes or hidden states to hidden states or logits."""
 
     def __init__(self, model: LanguageModel, layers: range) -> None:
@@ -40,7 +40,7 @@ class Chunk(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """The chunks of a worker: one, or several with the chunks of other workers between them."""
 
     embed: nn.Embedding
@@ -50,7 +50,7 @@ class Stage(nn.Module):
     def __init__(self, model: LanguageModel, chunks: Sequence[range]) -> None:
         super().__init__()
         self.width, self.all_layers = model.sizes.width, model.sizes.layers
-        self.chunks = tuple(Chunk(model, layers) for layers in chunks)
+        self.chunks = tuple(LayerChunk(model, layers) for layers in chunks)
         self.is_first, self.is_last = self.chunks[0].is_first, self.chunks[-1].is_last
         for name, module in chain.from_iterable(chunk.named_children() for chunk in self.chunks):
             self.add_module(name, module)
@@ -64,7 +64,7 @@ def layers_of(number: int, parts: int, layers: int) -> range:
     return range(start, start + each + (number < left))
 
 
-def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> Stage:
+def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> ModelStage:
     """The stage with the seed's weights; ``on_block`` gets its blocks, weights of others are dropped once drawn. Chunks
     go to the stages in turn."""
     parts = config.pp * config.chunks
@@ -80,13 +80,13 @@ def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnB
 
     model = build_in_blocks(config, spec, on_each).module
     assert isinstance(model, LanguageModel)
-    return Stage(model, mine)
+    return ModelStage(model, mine)
 
 
 def names_of_stages(stage: nn.Module, group: ProcessGroup) -> tuple[list[str], frozenset[str]]:
     """Names of all parameters of the model in order, and names that only other ranks have; collective over ``group``,
     the stages of a pipeline."""
-    assert isinstance(stage, Stage)
+    assert isinstance(stage, ModelStage)
     mine = [[name for name, _ in chunk.named_parameters()] for chunk in stage.chunks], list(stage.state_dict())
     of_stages: list[tuple[list[list[str]], list[str]]] = [([], [])] * group.size()
     torch.distributed.all_gather_object(of_stages, mine, group=group)
@@ -102,7 +102,7 @@ def from_last(value: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of_stages(stage: Stage, inputs: Tensor, hidden: torch.dtype, group: ProcessGroup) -> Tensor:
+def logits_of_stages(stage: ModelStage, inputs: Tensor, hidden: torch.dtype, group: ProcessGroup) -> Tensor:
     """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between chunks."""
     stage.eval()
     shape, device, number = inputs.shape, inputs.device, group.rank()

@@ -24,7 +24,7 @@ from ..data.loading import dataset_of, length_of
 from ..data.texts import lines_of_text
 from ..engines.optimizers import make_optimizer, make_schedule
 from ..loop.result import check_result_file
-from ..models.zoo import Model, spec_of
+from ..models.zoo import TrainableModel, spec_of
 from .devices import check_device, check_gpus
 
 
@@ -84,7 +84,7 @@ def check_frameworks(config: TrainConfig) -> nn.Module | None:
     return None if model is None else model.module
 
 
-def _build_on_meta(config: TrainConfig) -> Model:
+def _build_on_meta(config: TrainConfig) -> TrainableModel:
     """The model without memory."""
     try:
         with torch.device("meta"):

@@ -34,7 +34,7 @@ class RunFailedError(CkptError):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """An exception of a rank, or the end of its process, which can be sent to another process."""
 
     rank: int
@@ -43,7 +43,7 @@ class Failure:
     details: str
 
     @classmethod
-    def from_error(cls, rank: int, error: BaseException) -> Failure:
+    def from_error(cls, rank: int, error: BaseException) -> RankFailure:
         details = "".join(traceback.format_exception(error))
         cause = find_root_cause(error)
         if isinstance(cause, OSError):
@@ -51,14 +51,14 @@ class Failure:
         return cls(rank, type(cause).__name__, mask_secrets(str(cause)), mask_secrets(details))
 
     @classmethod
-    def from_lost_process(cls, rank: int, error: BaseException) -> Failure:
+    def from_lost_process(cls, rank: int, error: BaseException) -> RankFailure:
         """The end of a rank's process, about which Ray raised ``error``."""
         lost = "node has died" in str(error)
         how = "its machine" if lost else "its process, as by SIGKILL; the kernel sends it when memory runs out"
         return cls(rank, PROCESS_ENDED, f"has lost {how}", mask_secrets(str(error)))
 
     @classmethod
-    def from_exit_code(cls, rank: int, code: int) -> Failure:
+    def from_exit_code(cls, rank: int, code: int) -> RankFailure:
         """The end of a rank's process with this exit code; a negative one is a signal."""
         named = {each.value: each.name for each in signal.Signals}
         hint = "; the kernel does so when memory runs out" if -code == signal.SIGKILL else ""
@@ -96,7 +96,7 @@ class Failure:
                 file.write(text.encode())
 
     @classmethod
-    def read_record(cls, path: Path) -> Failure | None:
+    def read_record(cls, path: Path) -> RankFailure | None:
         """Read what :meth:`write_record` wrote, if it did."""
         text = path.read_text().strip()
         return cls(**json.loads(text)) if text else None

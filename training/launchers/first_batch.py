@@ -20,7 +20,7 @@ from ..checkpoints.weights import check_fits
 from ..config.model_names import MODELS
 from ..config.references import is_function, named_failures, text_of
 from ..config.train_config import TrainConfig
-from ..data.loading import Batches, Position, held_out_batches
+from ..data.loading import Batches, EpochPosition, held_out_batches
 from ..engines.base import micro_batches
 from ..engines.optimizers import make_optimizer
 from ..engines.parallel import check_length
@@ -65,7 +65,7 @@ def _first_batches(config: TrainConfig, samples: Dataset[Any], held_out: Dataset
     ``UsageError``."""
     batches = Batches(replace(config, loader_workers=0), samples, 0, config.data_workers, CPU)
     with named_failures(config.dataset, "dataset"):
-        batch = next(batches.iterate_epoch(Position(0)))[0]
+        batch = next(batches.iterate_epoch(EpochPosition(0)))[0]
         kept = None if held_out is None else held_out_batches(held_out, config.eval_batch_size, CPU)(0)
     rows = {len(each) if isinstance(each, Tensor) and each.ndim else 0 for each in tree_leaves(batch)}
     if config.gradient_accumulation > 1 and rows != {config.batch_size // config.data_workers}:

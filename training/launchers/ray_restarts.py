@@ -24,20 +24,20 @@ from ckpt_tools.errors import UsageError
 
 from ..checkpoints.run_folder import config_after_failure
 from ..config.train_config import TrainConfig
-from .failures import Failure
+from .failures import RankFailure
 
 ANSWER_SECONDS = 60.0  # time for a node to start a process. Ray detects a lost node in half of it.
 WAIT_SECONDS = 5.0
 LOOK_SECONDS = 1.0  # time between two looks for a request to stop
 
 Outcome = TypeVar("Outcome")
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 class AttemptFailedError(Exception):
     """A worker, or all of an attempt because of it, has failed."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure)  # what unpickling passes on
         self.failure = failure
 
@@ -45,22 +45,22 @@ class AttemptFailedError(Exception):
         return self.failure.sentence
 
 
-def find_cause(failures: Mapping[int, BaseException]) -> Failure:
+def find_cause(failures: Mapping[int, BaseException]) -> RankFailure:
     """The failure of the rank that the others fail because of: one whose process is gone, else one that lost no
     connection, the lowest first. Ray does not tell the signal, nor which failure of a poll was first."""
     of_ranks = (_to_failure(*each) for each in failures.items())
     return min(of_ranks, key=lambda each: (not each.is_end, each.has_lost_another, each.rank))
 
 
-def _to_failure(rank: int, error: BaseException) -> Failure:
+def _to_failure(rank: int, error: BaseException) -> RankFailure:
     if isinstance(error, AttemptFailedError):
         return error.failure
     lost = getattr(error, "health_check_failure", None)
-    return Failure.from_lost_process(rank, lost) if lost else Failure.from_error(rank, error)
+    return RankFailure.from_lost_process(rank, lost) if lost else RankFailure.from_error(rank, error)
 
 
 def with_restarts(
-    config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: Say, *, on_gpus: bool = False
+    config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: PrintLine, *, on_gpus: bool = False
 ) -> tuple[TrainConfig, Outcome]:
     """Result of ``attempt`` and the configuration that succeeded. Raises CkptError after the last attempt."""
     current = config
@@ -75,7 +75,7 @@ def with_restarts(
     raise AssertionError("the loop returns or raises")
 
 
-def _for_the_next(config: TrainConfig, say: Say, *, on_gpus: bool) -> TrainConfig:
+def _for_the_next(config: TrainConfig, say: PrintLine, *, on_gpus: bool) -> TrainConfig:
     """Wait for machines. Without ``min_workers``, Ray itself waits until all workers fit."""
     if config.min_workers is None:
         return config

@@ -34,14 +34,14 @@ from ..checkpoints.locking import LostStorageError, RunLock
 from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
 from ..checkpoints.storage import file_system
 from ..config.train_config import TrainConfig
-from ..loop.loop import Interrupted, Trained, train
-from ..loop.outlets import Journal, Outlet, Values
+from ..loop.loop import FinishedRun, StoppedRun, train
+from ..loop.outlets import MetricsWriter, Outlet, Values
 from ..loop.result import RunResult
 from ..loop.saving import run_in_background
-from ..loop.screen import Screen
+from ..loop.screen import ProgressDisplay
 from ..loop.stopping import RunStoppedError, pass_on_signals
 from .devices import backend_of, check_device, check_gpus, threads_of
-from .failures import BLAME_SECONDS, Failure
+from .failures import BLAME_SECONDS, RankFailure
 from .ray_restarts import (
     AttemptFailedError,
     find_cause,
@@ -58,7 +58,7 @@ OBJECT_STORE_BYTES = 100 * 2**20
 CHECK_SECONDS = 1.0
 RECORD_NAME = "checkpoint_manager_snapshot.json"  # Ray's record of a run, beside the checkpoints
 
-Outcome = Trained | Interrupted
+Outcome = FinishedRun | StoppedRun
 Result = TypeVar("Result")
 
 AT_ONCE = (KeyboardInterrupt, LostStorageError)
@@ -77,7 +77,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
                 partial(with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=devices[0]),
                 partial(_check_and_pass_stop, lock, printing, stop_requested, stop),
             )
-    if isinstance(trained, Interrupted):
+    if isinstance(trained, StoppedRun):
         raise RunStoppedError.after_checkpoint(trained.checkpoint)
     result = RunResult.from_run(last, trained, time.perf_counter() - started)
     result.write(config.out)
@@ -133,13 +133,13 @@ def printed_lines(config: TrainConfig) -> Iterator[tuple[Queue, Future[None]]]:
         printing.result()
         lines.shutdown()
 
-    with closing(Screen()) as screen:
-        printing = run_in_background(partial(_print_until_none, lines, screen, Journal(config)))
+    with closing(ProgressDisplay()) as screen:
+        printing = run_in_background(partial(_print_until_none, lines, screen, MetricsWriter(config)))
         with _ended_by(end_printing):
             yield lines, printing
 
 
-def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
+def _print_until_none(lines: Queue, screen: ProgressDisplay, journal: MetricsWriter) -> None:
     calls: dict[str, Callable[[Any], None]] = {"say": screen.say, "show": screen.show, "record": journal.record}
     with suppress(ray.exceptions.RayError):
         while (line := lines.get()) is not None:
@@ -216,7 +216,7 @@ def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], line
         raise AttemptFailedError(find_cause(error.worker_failures)) from error
     except ray.train.TrainingFailedError as error:
         remove_placement_groups(placement_groups() - known)
-        raise AttemptFailedError(Failure.from_error(0, getattr(error, "controller_failure", error))) from error
+        raise AttemptFailedError(RankFailure.from_error(0, getattr(error, "controller_failure", error))) from error
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _run_worker(loop_config: dict[str, Any]) -> Outcome:
         return train(config, device, loop_config["resume_from"], outlet, is_asked_to_stop)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         time.sleep(BLAME_SECONDS)
-        raise AttemptFailedError(Failure.from_error(torch.distributed.get_rank(), error)) from None
+        raise AttemptFailedError(RankFailure.from_error(torch.distributed.get_rank(), error)) from None
 
 
 class _RayOutlet(Outlet):

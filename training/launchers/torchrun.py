@@ -33,14 +33,14 @@ from ..checkpoints.run_folder import config_after_failure, resume_folder
 from ..checkpoints.weights import export_weights
 from ..config import PACKAGE
 from ..config.train_config import TrainConfig
-from ..loop.loop import Interrupted, train
+from ..loop.loop import StoppedRun, train
 from ..loop.outlets import Outlet
 from ..loop.result import RESULT_NAME, RunResult
-from ..loop.screen import Screen
-from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, pass_on_signals
+from ..loop.screen import ProgressDisplay
+from ..loop.stopping import EXIT_CODE, RunStoppedError, StopRequest, ignore_saving_signals, pass_on_signals
 from .checks import check_run
 from .devices import backend_of, threads_of
-from .failures import BLAME_SECONDS, TORCHRUN_LOG_NAME, Failure, RunFailedError
+from .failures import BLAME_SECONDS, TORCHRUN_LOG_NAME, RankFailure, RunFailedError
 
 POLITE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -57,9 +57,9 @@ _RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run all workers here; their logs go to ``OUT/torchrun.log``. Raises the error of the first failing rank."""
     log = config.out / TORCHRUN_LOG_NAME
-    with tempfile.TemporaryDirectory() as name, log.open("wb") as stderr, closing(Screen()):
+    with tempfile.TemporaryDirectory() as name, log.open("wb") as stderr, closing(ProgressDisplay()):
         files = Path(name)
-        Failure.reserve_record(files / ERROR)
+        RankFailure.reserve_record(files / ERROR)
         with guard_processes(keep_open=[lock.descriptor]) as marking, marking():
             cores, on_gpu = os.cpu_count() or 1, torch.cuda.is_available()
             threads = threads_of(config, config.num_workers, cores, on_gpu=on_gpu)
@@ -76,14 +76,14 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     raise failure.to_error(config.out)
 
 
-def _find_failure(config: TrainConfig, files: Path, restarts: int) -> Failure | None:
+def _find_failure(config: TrainConfig, files: Path, restarts: int) -> RankFailure | None:
     """Why the attempt after so many restarts failed: because a rank was killed, or else as the first rank recorded."""
-    recorded = Failure.read_record(files / ERROR)
+    recorded = RankFailure.read_record(files / ERROR)
     ends = _RANK_ENDED.findall((config.out / TORCHRUN_LOG_NAME).read_text(errors="replace"))
     if restarts < len(ends):
         code, rank = map(int, ends[restarts])
         if recorded is None or code < 0:
-            return Failure.from_exit_code(rank, code)
+            return RankFailure.from_exit_code(rank, code)
     return recorded
 
 
@@ -118,7 +118,7 @@ def run_rank_process(config: TrainConfig) -> NoReturn:
     locks ``OUT``, and each rank ends the processes that it started."""
     _die_with_parent()
     files = Path(os.environ[FILES_VARIABLE]) if FILES_VARIABLE in os.environ else None
-    request = Request(files and files / STOP)
+    request = StopRequest(files and files / STOP)
     request.handle_signals()
     leads = os.environ["RANK"] == "0"
     try:
@@ -136,7 +136,7 @@ def run_rank_process(config: TrainConfig) -> NoReturn:
             code = _run_checked_rank(config, request, files)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         if files:
-            Failure.from_error(int(os.environ["RANK"]), error).write_record(files / ERROR)
+            RankFailure.from_error(int(os.environ["RANK"]), error).write_record(files / ERROR)
         time.sleep(BLAME_SECONDS)
         raise
     exit_process(code)
@@ -162,7 +162,7 @@ def _say_why_restarted(config: TrainConfig, files: Path | None) -> None:
     """Print the last failure, whose record is emptied for the next one."""
     failure = files and _find_failure(config, files, _count_restarts() - 1)
     if files:
-        Failure.reserve_record(files / ERROR)
+        RankFailure.reserve_record(files / ERROR)
     reason = failure.sentence if failure else "a rank failed; torchrun's log has the reason"
     print(f"restart {_count_restarts()} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}: {reason}", flush=True)
 
@@ -175,7 +175,7 @@ def exit_process(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def _run_checked_rank(config: TrainConfig, request: Request, files: Path | None) -> int:
+def _run_checked_rank(config: TrainConfig, request: StopRequest, files: Path | None) -> int:
     """Exit code of this rank. An agent treats any but 0 as a failure, so only without it does a stopped run have 75."""
     rank = int(os.environ["RANK"])
     if files is None or _count_restarts():
@@ -198,12 +198,12 @@ def _run_checked_rank(config: TrainConfig, request: Request, files: Path | None)
     return 0
 
 
-def run_rank(config: TrainConfig, device: torch.device, request: Request | None = None) -> Interrupted | None:
+def run_rank(config: TrainConfig, device: torch.device, request: StopRequest | None = None) -> StoppedRun | None:
     """Run one rank of an existing process group; rank 0 writes ``result.json``, unless the run is stopped."""
     started = time.perf_counter()
     outlet = Outlet(config)
-    trained = train(config, device, resume_folder(config), outlet, request or Request(None))
-    if isinstance(trained, Interrupted):
+    trained = train(config, device, resume_folder(config), outlet, request or StopRequest(None))
+    if isinstance(trained, StoppedRun):
         return trained
     if torch.distributed.get_rank() == 0:
         RunResult.from_run(config, trained, time.perf_counter() - started).write(config.out)

@@ -21,7 +21,7 @@ from ckpt_tools.errors import UsageError
 
 from ..config.references import Reference, call_function, import_function, text_of
 from ..config.train_config import TrainConfig
-from ..data.datasets import Samples
+from ..data.datasets import TensorSamples
 from ..data.loading import held_out_batches
 from ..engines.base import Engine, Metrics
 from ..models.losses import standard_metrics
@@ -135,7 +135,7 @@ class Evaluator:
         rows: dict[str, Tensor] = {}
         for mine in range(self.rank, self.rank + passes, self.world_size):
             batch, count = batch_at(mine if mine < passes else 0)
-            if isinstance(self.dataset, Samples):
+            if isinstance(self.dataset, TensorSamples):
                 batch = tuple(pad_rows(each, self.size) for each in batch)
             values = evaluate(self.metrics, batch)
             if rows and rows.keys() != values.keys():

@@ -27,13 +27,13 @@ from ..checkpoints.collectives import any_rank_has, leader_first
 from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
-from ..data.loading import Batches, Position, dataset_of, length_of, seed_generators
-from ..engines import Engine, Progress, create_engine
-from ..engines.optimizers import Schedule, make_schedule
+from ..data.loading import Batches, EpochPosition, dataset_of, length_of, seed_generators
+from ..engines import Engine, RunProgress, create_engine
+from ..engines.optimizers import LearningRateSchedule, make_schedule
 from .evaluation import Evaluation, Evaluator, check_best, metrics_of, rename_loss
 from .measuring import StepLog, profile_steps, work_per_sample
 from .outlets import Outlet
-from .saving import Saver, SaveRecord
+from .saving import CheckpointSaver, SaveRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,17 @@ class EpochMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class FinishedRun:
     """Result of a run: its end position, the epochs it trained, the final evaluation, and times of its saves."""
 
-    end: Progress
+    end: RunProgress
     history: tuple[EpochMetrics, ...]
     evaluation: Evaluation | None
     saves: tuple[SaveRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted:
+class StoppedRun:
     """A run that stopped on request, and the name of its checkpoint; None before the first step."""
 
     checkpoint: str | None
@@ -88,14 +88,14 @@ def train(
     resume_from: Path | str | None,
     outlet: Outlet,
     is_asked_to_stop: IsAskedToStop,
-) -> Trained | Interrupted:
+) -> FinishedRun | StoppedRun:
     """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
     with leader_first():  # so only the first rank of each machine downloads
         samples, held_out = (dataset_of(config, part) for part in PARTS)
     assert samples is not None, "only the held-out part may be missing"
     schedule = make_schedule(config, config.epochs * config.steps_per_epoch(length_of(samples)))
     with closing(create_engine(config, schedule, device)) as engine, outlet.callbacks:
-        progress = _resume_engine(engine, resume_from, outlet) if resume_from else Progress()
+        progress = _resume_engine(engine, resume_from, outlet) if resume_from else RunProgress()
         _check_something_left(config, progress)
         ranks = torch.distributed.get_world_size() // (config.tp * config.pp)
         batches = Batches(config, samples, engine.data_rank, ranks, device)
@@ -116,7 +116,7 @@ def _make_evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any],
     return Evaluator(held_out, metrics_of(config.metrics, engine.loss), config.eval_batch_size, *place, counts)
 
 
-def _resume_engine(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
+def _resume_engine(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> RunProgress:
     started = time.perf_counter()
     progress = engine.resume(checkpoint)
     if torch.distributed.get_rank() == 0:
@@ -125,7 +125,7 @@ def _resume_engine(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Pr
     return progress
 
 
-def _check_something_left(config: TrainConfig, progress: Progress) -> None:
+def _check_something_left(config: TrainConfig, progress: RunProgress) -> None:
     """With ``--resume auto`` nothing may be left: a run that was ended after its last checkpoint only evaluates."""
     if config.resume == RESUME_AUTO:
         return
@@ -138,14 +138,14 @@ def _check_something_left(config: TrainConfig, progress: Progress) -> None:
     raise UsageError(f"the checkpoint has finished {finished}: nothing is left to train")
 
 
-def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
+def last_step(config: TrainConfig, progress: RunProgress, steps_per_epoch: int) -> int:
     """Last step of a run that begins at ``progress``. Only its remaining epochs have ``steps_per_epoch``: the epochs
     before differ with ``--override num-samples`` or ``batch-size``."""
     last = progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
     return last if config.max_steps is None else min(last, config.max_steps)
 
 
-class _StoppedError(Exception):
+class _StopAgreedError(Exception):
     """The ranks have agreed to stop, and have saved."""
 
 
@@ -159,8 +159,8 @@ class TrainingRun:
     evaluator: Evaluator | None
     outlet: Outlet
     is_asked_to_stop: IsAskedToStop
-    progress: Progress
-    schedule: Schedule
+    progress: RunProgress
+    schedule: LearningRateSchedule
     end_step: Callable[[], None]
     last_evaluation: Evaluation | None = None
     is_due: bool = False
@@ -170,24 +170,24 @@ class TrainingRun:
         self.leads, self.world_size = torch.distributed.get_rank() == 0, torch.distributed.get_world_size()
         self.steps = self.config.steps_per_epoch(length_of(self.batches.dataset))
         end = last_step(self.config, self.progress, self.steps)
-        self.saver = Saver(self.config, self.engine, self.outlet)
+        self.saver = CheckpointSaver(self.config, self.engine, self.outlet)
         self.log = StepLog(self.config, self.schedule, self.outlet, end)
         self.saved = self.progress
         """Position of the last checkpoint, resumed or saved."""
 
-    def run_to_end(self) -> Trained | Interrupted:
+    def run_to_end(self) -> FinishedRun | StoppedRun:
         history = []
         try:
             self.stop_between_epochs()
             while not self.is_at_end:
                 history.append(self.run_epoch())
                 self.stop_between_epochs()
-        except _StoppedError:
+        except _StopAgreedError:
             self.saver.collect()
-            return Interrupted(self.saved.name if self.saved.step else None)
+            return StoppedRun(self.saved.name if self.saved.step else None)
         self.saver.collect()
         evaluation = self.last_evaluation if history else self.evaluate()
-        return Trained(self.progress, tuple(history), evaluation, tuple(self.saver.records))
+        return FinishedRun(self.progress, tuple(history), evaluation, tuple(self.saver.records))
 
     @property
     def is_at_end(self) -> bool:
@@ -209,7 +209,7 @@ class TrainingRun:
         metrics = EpochMetrics(epoch, losses, held_out, seconds, before.batch, before.loss_sum)
         line = metrics.line(self.config.last_epoch)
         if self.progress.batch == self.steps:
-            self.progress = Progress(epoch, self.progress.step)
+            self.progress = RunProgress(epoch, self.progress.step)
             self.record({**metrics.values(), "seconds": seconds})  # before the checkpoint: ``--keep-best`` reads it
             if self.config.saves_after_epoch(epoch) or self.is_due:
                 self.save(self.progress, metrics.values())
@@ -226,10 +226,10 @@ class TrainingRun:
         if self.leads:
             self.outlet.record({"step": self.progress.step, **figures})
 
-    def train_steps(self, before: Progress) -> list[Tensor]:
+    def train_steps(self, before: RunProgress) -> list[Tensor]:
         """Train the rest of an epoch after ``before``; this rank's loss at each step."""
         losses: list[Tensor] = []
-        batches = self.batches.iterate_epoch(Position(before.epoch, before.batch, before.data))
+        batches = self.batches.iterate_epoch(EpochPosition(before.epoch, before.batch, before.data))
         for batch, state in islice(batches, self.steps - before.batch):
             if self.leads and self.log.work is None:
                 self.log.work = work_per_sample(self.config, batch)
@@ -251,7 +251,7 @@ class TrainingRun:
             )
         return losses
 
-    def save_or_stop_if_due(self, before: Progress, losses: list[Tensor]) -> None:
+    def save_or_stop_if_due(self, before: RunProgress, losses: list[Tensor]) -> None:
         """After a step, save or stop if due. At the last step of an epoch, its end is saved instead."""
         is_asked, is_time = self.exchange_requests()
         is_due = is_time or self.config.saves_after_step(self.progress.step)
@@ -266,7 +266,7 @@ class TrainingRun:
             self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
         self.is_due = is_due and ends
         if is_asked:
-            raise _StoppedError
+            raise _StopAgreedError
 
     def stop_between_epochs(self) -> None:
         """Stop if requested, before the first step and after an evaluation."""
@@ -274,7 +274,7 @@ class TrainingRun:
         if is_asked:
             if self.progress != self.saved:
                 self.save(self.progress, {"epoch": self.progress.epoch})
-            raise _StoppedError
+            raise _StopAgreedError
 
     def exchange_requests(self) -> tuple[bool, bool]:
         """Whether any rank has a request to stop, and whether ``--save-every-minutes`` is over."""
@@ -288,7 +288,7 @@ class TrainingRun:
             self.saver.collect(has_failed=has_failed)
         return is_asked, is_time
 
-    def save(self, progress: Progress, values: dict[str, float]) -> None:
+    def save(self, progress: RunProgress, values: dict[str, float]) -> None:
         with self.log.meter.paused():
             self.saver.save(progress, {"step": progress.step, **values})
         self.saved = self.progress

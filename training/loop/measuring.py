@@ -18,9 +18,9 @@ from torch.profiler import profile, schedule
 from torch.utils._pytree import tree_map_only
 
 from ..checkpoints.collectives import gather_values
-from ..checkpoints.settings import Progress
+from ..checkpoints.settings import RunProgress
 from ..config.train_config import TrainConfig
-from ..engines.optimizers import Schedule
+from ..engines.optimizers import LearningRateSchedule
 from ..models.losses import batch_tensors
 from ..models.zoo import spec_of
 from .outlets import Outlet
@@ -68,7 +68,7 @@ def count_flops(config: TrainConfig, batch: Any) -> float:
     return float((1 + BACKWARD) * counter.get_total_flops())
 
 
-class Meter:
+class SpeedMeter:
     """Speed of steps, without evaluation and saving."""
 
     def __init__(self) -> None:
@@ -97,16 +97,16 @@ class Meter:
 class StepLog:
     """Measures every ``log_every``-th step on all ranks; the first rank records and shows it."""
 
-    def __init__(self, config: TrainConfig, schedule: Schedule, outlet: Outlet, last_step: int) -> None:
+    def __init__(self, config: TrainConfig, schedule: LearningRateSchedule, outlet: Outlet, last_step: int) -> None:
         self._config, self._schedule, self._outlet = config, schedule, outlet
         self._last_step = last_step
         self._leads = torch.distributed.get_rank() == 0
         self._shown_at = 0.0
-        self.meter = Meter()
+        self.meter = SpeedMeter()
         self.work: dict[str, float] | None = None
         """Of :func:`work_per_sample`; known on the first rank from the first batch on."""
 
-    def after_step(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
+    def after_step(self, progress: RunProgress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
         """Called after each step with this rank's mean loss; collective."""
         self.meter.count()
         if progress.step % self._config.log_every == 0:

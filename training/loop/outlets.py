@@ -17,7 +17,7 @@ from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
 from ..checkpoints.storage import report_failed_writes
 from ..config.references import Reference, call_function, text_of
 from ..config.train_config import TrainConfig
-from .screen import Screen
+from .screen import ProgressDisplay
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
@@ -50,7 +50,7 @@ class Callbacks(ExitStack):
         return function
 
 
-class Journal:
+class MetricsWriter:
     """Writer of the metrics in ``out``, used by one process."""
 
     def __init__(self, config: TrainConfig) -> None:
@@ -107,7 +107,7 @@ class Outlet:
     """Whether ``finish`` uploads files, which happens while training continues."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.callbacks, self._journal, self._screen = Callbacks(config), Journal(config), Screen()
+        self.callbacks, self._journal, self._screen = Callbacks(config), MetricsWriter(config), ProgressDisplay()
         self._folder = config.out / CHECKPOINTS
 
     def begin(self, name: str) -> Path:

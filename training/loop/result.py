@@ -19,7 +19,7 @@ from ..checkpoints.storage import report_failed_writes
 from ..config.references import text_of
 from ..config.train_config import Settings, TrainConfig
 from .evaluation import Evaluation
-from .loop import EpochMetrics, Trained
+from .loop import EpochMetrics, FinishedRun
 from .saving import SaveRecord
 
 RESULT_NAME = "result.json"
@@ -65,7 +65,7 @@ class RunResult:
     saves: tuple[SaveRecord, ...] = ()
 
     @classmethod
-    def from_run(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
+    def from_run(cls, config: TrainConfig, trained: FinishedRun, seconds: float) -> RunResult:
         """Result of a run; its checkpoint is the one at the end position."""
         evaluation = trained.evaluation or Evaluation({})
         frameworks = {"torch", config.launcher, config.sharding.framework} & {"torch", "ray", "deepspeed"}

@@ -1,6 +1,6 @@
 """Saving of checkpoints, synchronously or in the background.
 
-A :class:`Saver` passes each checkpoint to the launcher's :class:`~.outlets.Outlet`; uploads always run in the
+A :class:`CheckpointSaver` passes each checkpoint to the launcher's :class:`~.outlets.Outlet`; uploads always run in the
 background. A background save is collective, in a separate process group, so its messages do not mix with training.
 """
 
@@ -23,7 +23,7 @@ from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, Usag
 
 from ..checkpoints.collectives import cpu_group
 from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, find_unknown_files, is_checkpoint_name, partial_folder
-from ..checkpoints.settings import Progress
+from ..checkpoints.settings import RunProgress
 from ..checkpoints.storage import find_root_cause, report_failed_writes
 from ..config.train_config import TrainConfig
 from ..engines.base import Engine, Save
@@ -45,7 +45,7 @@ class SaveRecord:
     seconds: float
 
 
-class Saver:
+class CheckpointSaver:
     """Saves checkpoints; each rank has one."""
 
     def __init__(self, config: TrainConfig, engine: Engine, outlet: Outlet) -> None:
@@ -64,7 +64,7 @@ class Saver:
     def has_failed(self) -> bool:
         return self._pending is not None and not self.is_busy and self._pending[-1].exception() is not None
 
-    def save(self, progress: Progress, values: Values) -> None:
+    def save(self, progress: RunProgress, values: Values) -> None:
         """Save a checkpoint, or begin to; collective. Waits for the previous save."""
         started = time.perf_counter()
         self.collect()

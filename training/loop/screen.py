@@ -20,7 +20,7 @@ def line_start() -> str:
     return CLEAR_LINE if is_terminal else ""
 
 
-class Screen:
+class ProgressDisplay:
     """Prints lines and a status."""
 
     def __init__(self) -> None:

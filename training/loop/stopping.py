@@ -43,7 +43,7 @@ class RunStoppedError(CkptError):
         return cls(f"stopped as requested: {checkpoint} is saved; continue with --resume {RESUME_LATEST}")
 
 
-class Request:
+class StopRequest:
     """Request to save and stop: a signal to this rank, or the file ``path`` of its launcher."""
 
     def __init__(self, path: Path | None) -> None:

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .language_model import Block, LanguageModel, Sizes
+from .language_model import LanguageModel, LanguageModelSizes, TransformerBlock
 
 BALANCE_WEIGHT = 0.01  # weight of the balance in the loss
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureSizes(Sizes):
+class MixtureSizes(LanguageModelSizes):
     """Sizes of the model; each token goes to ``chosen`` of the ``experts`` of a layer."""
 
     experts: int = 4
     chosen: int = 2
 
     def __post_init__(self) -> None:
-        Sizes.__post_init__(self)
+        LanguageModelSizes.__post_init__(self)
         if self.chosen > self.experts:
             raise ValueError(f"{self.chosen} chosen experts are more than the {self.experts} experts")
 
@@ -95,7 +95,7 @@ def imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
     return experts * (shares * odds.mean(1)).sum(-1).mean()
 
 
-class MixtureBlock(Block):
+class MixtureBlock(TransformerBlock):
     """One layer with experts."""
 
     feed_forward_of = MixtureOfExperts
@@ -114,7 +114,7 @@ class MixtureModel(LanguageModel):
 
     def new_layer(self, at: int) -> nn.Module:
         assert isinstance(self.sizes, MixtureSizes)
-        return MixtureBlock(self.sizes) if at % 2 else Block(self.sizes)
+        return MixtureBlock(self.sizes) if at % 2 else TransformerBlock(self.sizes)
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         x, uneven = self.embed(tokens), []

@@ -20,7 +20,7 @@ _ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LanguageModelSizes:
     """Sizes of the model; ``width`` is that of the hidden states, ``hidden`` of the feed-forward layers. Raises
     ``ValueError``."""
 
@@ -40,7 +40,7 @@ class Sizes:
 class Attention(nn.Module):
     """Causal attention, float [n, t, width] to [n, t, width]."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: LanguageModelSizes) -> None:
         super().__init__()
         self.head_size = sizes.width // sizes.heads
         self.q, self.k, self.v, self.o = (nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(4))
@@ -65,7 +65,7 @@ def rotate_positions(x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """SwiGLU feed-forward layer."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: LanguageModelSizes) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
@@ -74,12 +74,12 @@ class FeedForward(nn.Module):
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer: the unit that is sharded and checkpointed."""
 
     feed_forward_of: Callable[..., nn.Module] = FeedForward
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: LanguageModelSizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.width)
         self.attention = Attention(sizes)
@@ -94,7 +94,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes int64 [n, t] to logits of the next byte, float [n, t, VOCABULARY]."""
 
-    sizes_of: type[Sizes] = Sizes
+    sizes_of: type[LanguageModelSizes] = LanguageModelSizes
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
         self.head.weight = self.embed.weight
 
     def new_layer(self, at: int) -> nn.Module:
-        return Block(self.sizes)
+        return TransformerBlock(self.sizes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -24,25 +24,25 @@ from ..config.references import Reference, call_function, first_line, is_functio
 from ..config.train_config import TrainConfig
 from . import image_models
 from .experts import MixtureModel
-from .language_model import Block, LanguageModel
+from .language_model import LanguageModel, TransformerBlock
 from .losses import standard_loss
 
 Loss = Callable[[Callable[..., Any], Any], Tensor]
 """Loss of a batch, 0-d, from the model and the batch."""
 
-Groups = Sequence[Mapping[str, Any]]
+ParameterGroups = Sequence[Mapping[str, Any]]
 """Parameter groups as torch's optimizers take them, with names for ``params``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
+class TrainableModel:
     """A model, its blocks in the order of their calls, none within another, its loss and its parameter groups. Each
     block is sharded and checkpointed separately."""
 
     module: nn.Module
     blocks: Sequence[nn.Module] = ()
     loss: Loss = standard_loss
-    groups: Groups = ()
+    groups: ParameterGroups = ()
 
     def parameters(self) -> list[Mapping[str, Any]]:
         """Groups of the parameters that are trained."""
@@ -57,7 +57,7 @@ class ModelSpec:
     """``make`` draws the weights from torch's global RNG. Instances of the classes in ``early`` have their weights when
     their constructor ends, so they can be sharded before the others are made."""
 
-    make: Callable[[], Model]
+    make: Callable[[], TrainableModel]
     early: tuple[type[nn.Module], ...] = ()
 
 
@@ -65,8 +65,8 @@ _BY_NAME: Mapping[str, tuple[Callable[..., nn.Module], Callable[[], type[nn.Modu
     "vit": (image_models.build_model, image_models.vit_block),
     "cnn": (image_models.Cnn, lambda: image_models.ConvBlock),
     "resnet18": (image_models.resnet18, image_models.resnet_block),
-    "lm": (LanguageModel, lambda: Block),
-    "lm-moe": (MixtureModel, lambda: Block),
+    "lm": (LanguageModel, lambda: TransformerBlock),
+    "lm-moe": (MixtureModel, lambda: TransformerBlock),
 }
 """Each model of this package, and the class of its blocks."""
 
@@ -97,14 +97,14 @@ def spec_of(config: TrainConfig) -> ModelSpec:
 def _spec_of_blocks(
     build: Callable[[], nn.Module], blocks: tuple[type[nn.Module], ...], early: tuple[type[nn.Module], ...] = ()
 ) -> ModelSpec:
-    def make() -> Model:
+    def make() -> TrainableModel:
         module = build()
-        return Model(module, [each for each in module.modules() if isinstance(each, blocks)])
+        return TrainableModel(module, [each for each in module.modules() if isinstance(each, blocks)])
 
     return ModelSpec(make, early)
 
 
-def _build_users_model(reference: Reference, arguments: Mapping[str, Any]) -> Model:
+def _build_users_model(reference: Reference, arguments: Mapping[str, Any]) -> TrainableModel:
     """Model from the module, or the dictionary with it as ``model``, that the function returns."""
     returned, name = call_function(reference, "model", **arguments), text_of(reference)
     parts = dict(returned) if isinstance(returned, Mapping) else {"model": returned}
@@ -120,10 +120,10 @@ def _build_users_model(reference: Reference, arguments: Mapping[str, Any]) -> Mo
     loss, groups = parts.get("loss") or standard_loss, parts.get("groups")
     if not callable(loss):
         raise UsageError(f"--model {name}: loss is {type(loss).__name__}, and a function of model and batch is needed")
-    return Model(module, blocks, loss, () if groups is None else _name_groups(groups, module, name))
+    return TrainableModel(module, blocks, loss, () if groups is None else _name_groups(groups, module, name))
 
 
-def _name_groups(groups: Any, module: nn.Module, name: str) -> Groups:
+def _name_groups(groups: Any, module: nn.Module, name: str) -> ParameterGroups:
     """The user's groups, or those that a function makes of the module, by names: they are made once, because sharding
     replaces the parameters, and in ZeRO-3 their shapes."""
     unnamed = list(call_function(groups, "model", module) if callable(groups) else groups)
@@ -185,7 +185,7 @@ def add_adapter(config: TrainConfig, module: nn.Module) -> nn.Module:
         raise UsageError(f"--lora: {first_line(error)}") from error
 
 
-class BaseModel(nn.Module):
+class PeftBaseModel(nn.Module):
     """The base model in a model of PEFT, with its own names of tensors, and without the adapter."""
 
     def __init__(self, model: Any) -> None:
@@ -199,4 +199,4 @@ class BaseModel(nn.Module):
 
 def base_model_of(config: TrainConfig, model: nn.Module) -> nn.Module:
     """The model that ``--init-from`` has the weights of."""
-    return BaseModel(model) if config.lora else model
+    return PeftBaseModel(model) if config.lora else model

@@ -28,7 +28,7 @@ with use_default_interrupt():
     from ckpt_tools.process.guard import guard_processes
 
     from ..config import PACKAGE
-    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_modules, config_of, parse_options
+    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, CheckedCommand, check_modules, config_of, parse_options
     from ..config.options import RESUME_AUTO
     from ..config.train_config import TrainConfig
     from ..loop.stopping import end_on_signals
@@ -64,7 +64,7 @@ COLUMNS = {
 
 
 @dataclass(slots=True)
-class Case:
+class ComparisonCase:
     """A strategy with its options, the run that they and the common options describe, and its figures or its error."""
 
     name: str
@@ -99,7 +99,7 @@ class Case:
         return f"{self.figures[column] / unit:,.{digits}f}" if self.figures else "failed"
 
 
-@click.command(cls=Command, context_settings=CONTEXT_BEFORE_OPTIONS)
+@click.command(cls=CheckedCommand, context_settings=CONTEXT_BEFORE_OPTIONS)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the runs and the report.")
 @click.option(
     "--case",
@@ -133,20 +133,20 @@ def main(out: Path, texts: tuple[str, ...], options: tuple[str, ...]) -> None:
 main.epilog = f"Default of OPTIONS: {' '.join(DEFAULTS)}. Default cases: {'; '.join(DEFAULT_CASES)}."
 
 
-def _parse_case(text: str, options: Sequence[str], out: Path) -> Case:
+def _parse_case(text: str, options: Sequence[str], out: Path) -> ComparisonCase:
     """Raises ``UsageError``, which names the case."""
     words = shlex.split(text)
     folder = out / re.sub(r"[^\w.=+-]", "_", " ".join(Path(word).name for word in words).replace(" --", "+"))
     run = [*DEFAULTS, *options, "--strategy", *words, "--launcher=torchrun", f"--out={folder}"]
     try:
-        return Case(" ".join(words), config_of(parse_options(run)))
+        return ComparisonCase(" ".join(words), config_of(parse_options(run)))
     except click.ClickException as error:
         raise UsageError(f'--case "{text}": {error.format_message()}') from error
     except CkptError as error:
         raise type(error)(f'--case "{text}": {error.message}') from error
 
 
-def _run_case(case: Case) -> None:
+def _run_case(case: ComparisonCase) -> None:
     """Run the case, unless it is finished; files of an earlier attempt are removed."""
     if case.figures:
         click.echo(f"{case.name}: done before")
@@ -199,7 +199,7 @@ def _read_figures(run: Path) -> dict[str, float]:
     }
 
 
-def write_report(out: Path, cases: Sequence[Case]) -> None:
+def write_report(out: Path, cases: Sequence[ComparisonCase]) -> None:
     """Write the report, and print its table. Without a GPU there is no column for its memory."""
     config = cases[0].config
     columns = [name for name in COLUMNS if any(case.figures and case.figures[name] for case in cases)]
@@ -218,7 +218,7 @@ def write_report(out: Path, cases: Sequence[Case]) -> None:
     click.echo(f"{text}\nwritten: comparison.json, .md and .png in {out}")
 
 
-def _table_of(cases: Sequence[Case], columns: Sequence[str]) -> str:
+def _table_of(cases: Sequence[ComparisonCase], columns: Sequence[str]) -> str:
     """Table in Markdown, with aligned cells for terminals."""
     lines = [["case", *(COLUMNS[name][0] for name in columns)], ["-" * 5] * (1 + len(columns))]
     lines += [[case.name, *map(case.text_of, columns)] for case in cases]
@@ -226,7 +226,7 @@ def _table_of(cases: Sequence[Case], columns: Sequence[str]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
-def _draw_bars(cases: Sequence[Case], columns: Sequence[str], title: str, file: Path) -> None:
+def _draw_bars(cases: Sequence[ComparisonCase], columns: Sequence[str], title: str, file: Path) -> None:
     """Bars for each figure, with scales that begin at zero."""
     from matplotlib.figure import Figure
 

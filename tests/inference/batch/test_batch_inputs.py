@@ -21,7 +21,7 @@ from inference.batch.inputs import InputOptions, find_inputs, skip_items
 from inference.models.predictor import load_predictor
 from tests.inference.commands import predict, predicted, rows_of
 from tests.support.s3_server import BUCKET
-from training.data.datasets import Samples
+from training.data.datasets import TensorSamples
 
 
 def kept_rows(unfinished: Path) -> list[bytes]:
@@ -42,7 +42,7 @@ def expected(predictor, digits):
     return [list(each.probabilities) for each in predictor.predict(list(digits.pixels[:40]))]
 
 
-def images_as(form: str, images: Path, folder: Path, digits: Samples) -> Path:
+def images_as(form: str, images: Path, folder: Path, digits: TensorSamples) -> Path:
     """The 40 images as a table, with their labels."""
     paths = sorted(images.glob("*.png"))
     labels = digits.labels[: len(paths)].tolist()

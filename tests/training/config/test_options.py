@@ -16,7 +16,7 @@ from training.config.model_names import MODELS
 from training.config.options import BY_NAME, STRATEGIES, chosen_strategy
 from training.config.train_config import TrainConfig
 from training.engines.deepspeed_config import deepspeed_config
-from training.engines.optimizers import Schedule, schedule_for
+from training.engines.optimizers import LearningRateSchedule, schedule_for
 from training.launchers.checks import check_frameworks
 
 pytestmark = pytest.mark.quick
@@ -177,7 +177,7 @@ def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path):
     ],
 )
 def test_factors_of_a_short_run(shape, factors):
-    schedule = Schedule(2, 6, shape)
+    schedule = LearningRateSchedule(2, 6, shape)
     assert [schedule.factor(step) for step in range(7)] == pytest.approx(factors, abs=1e-6)
-    assert Schedule(2, 6).factor(3) == pytest.approx(0.853553, abs=1e-6)
-    assert schedule_for(1, 0.5) == Schedule(0, 1), "a run of one step has no warm-up"
+    assert LearningRateSchedule(2, 6).factor(3) == pytest.approx(0.853553, abs=1e-6)
+    assert schedule_for(1, 0.5) == LearningRateSchedule(0, 1), "a run of one step has no warm-up"

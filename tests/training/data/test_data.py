@@ -24,7 +24,7 @@ from training.__main__ import main
 from training.config.model_names import NUM_CLASSES
 from training.config.train_config import TrainConfig
 from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, Part, _upscale_digits, load_dataset
-from training.data.loading import Batches, Position, epoch_order, rank_batches
+from training.data.loading import Batches, EpochPosition, epoch_order, rank_batches
 
 
 def test_digits_are_those_of_scikit_learn_bit_for_bit():
@@ -170,7 +170,7 @@ def config_of(**values: Any) -> TrainConfig:
 
 
 def rows_of(
-    dataset: Any, config: TrainConfig, start: Position, rank: int = 0, world_size: int = 1
+    dataset: Any, config: TrainConfig, start: EpochPosition, rank: int = 0, world_size: int = 1
 ) -> list[tuple[list[list[float]], str | None]]:
     """Rows of each batch of this rank to the end of an epoch, with the state after it."""
     batches = Batches(config, dataset, rank, world_size, CPU).iterate_epoch(start)
@@ -182,8 +182,8 @@ def rows_of(
 def test_samples_and_their_random_numbers_do_not_depend_on_the_workers(kind, world_size, loader_workers):
     config = config_of(dataset=kind, loader_workers=loader_workers)
     for epoch in (0, 1):
-        whole = [rows for rows, _ in rows_of(kind(), config_of(dataset=kind), Position(epoch))]
-        ranks = [rows_of(kind(), config, Position(epoch), rank, world_size) for rank in range(world_size)]
+        whole = [rows for rows, _ in rows_of(kind(), config_of(dataset=kind), EpochPosition(epoch))]
+        ranks = [rows_of(kind(), config, EpochPosition(epoch), rank, world_size) for rank in range(world_size)]
         assert [[row for rows, _ in parts for row in rows] for parts in zip(*ranks, strict=True)] == whole
         assert len({row[0] for rows in whole for row in rows}) == SIZE * STEPS
 
@@ -192,13 +192,13 @@ def test_samples_and_their_random_numbers_do_not_depend_on_the_workers(kind, wor
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_an_epoch_goes_on_with_the_next_batch(kind, loader_workers):
     config = config_of(dataset=kind, loader_workers=loader_workers)
-    whole = rows_of(kind(), config, Position(1))
+    whole = rows_of(kind(), config, EpochPosition(1))
     state = whole[1][1]
     assert (state is None) == (kind is not WithState)
-    assert rows_of(kind(), config, Position(1, 2, state)) == whole[2:]
+    assert rows_of(kind(), config, EpochPosition(1, 2, state)) == whole[2:]
 
 
 def test_a_stream_with_a_state_begins_there():
     dataset = WithState()
-    rows_of(dataset, config_of(dataset=WithState), Position(0, 3, '{"at": 24}'))
+    rows_of(dataset, config_of(dataset=WithState), EpochPosition(0, 3, '{"at": 24}'))
     assert dataset.read == [*range(25, 33)]

@@ -18,7 +18,7 @@ from tests.training.conftest import in_process
 from tests.training.jobs import small_config
 from tests.training.watched import Watched, watched
 from training.checkpoints.run_folder import saved_checkpoints
-from training.launchers.failures import Failure
+from training.launchers.failures import RankFailure
 from training.launchers.ray_restarts import AttemptFailedError, find_cause
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
@@ -48,23 +48,23 @@ def test_a_failed_run_says_how_to_go_on(small_run, tmp_path):
 
 
 def test_the_failure_in_a_checkpoint_exception_is_that_of_its_rank(tmp_path):
-    failure = Failure.from_error(0, CheckpointException("", {1: (ValueError("two words"), None)}))  # type: ignore[dict-item]
+    failure = RankFailure.from_error(0, CheckpointException("", {1: (ValueError("two words"), None)}))  # type: ignore[dict-item]
     assert failure.sentence == "rank 0 failed with ValueError: two words"
-    full = Failure.from_error(0, CheckpointException("", {1: (OSError(28, "No space left on device"), None)}))  # type: ignore[dict-item]
+    full = RankFailure.from_error(0, CheckpointException("", {1: (OSError(28, "No space left on device"), None)}))  # type: ignore[dict-item]
     assert (type(full.to_error(tmp_path)), full.message) == (StoreError, "No space left on device")
 
 
 def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path):
     record = tmp_path / "error.json"
-    Failure.reserve_record(record)
+    RankFailure.reserve_record(record)
     room = record.stat().st_size
-    assert Failure.read_record(record) is None
-    first = Failure.from_error(1, ValueError("first"))
+    assert RankFailure.read_record(record) is None
+    first = RankFailure.from_error(1, ValueError("first"))
     first.write_record(record)
-    Failure.from_error(0, GLOO).write_record(record)
-    assert Failure.read_record(record) == first and record.stat().st_size == room
-    Failure.reserve_record(record)
-    assert Failure.read_record(record) is None
+    RankFailure.from_error(0, GLOO).write_record(record)
+    assert RankFailure.read_record(record) == first and record.stat().st_size == room
+    RankFailure.reserve_record(record)
+    assert RankFailure.read_record(record) is None
 
 
 @pytest.mark.extended
@@ -97,9 +97,11 @@ class WorkerHealthCheckFailedError(Exception):
 
 def test_under_ray_the_lost_process_is_the_cause_and_then_what_lost_no_connection():
     """Ray passes on the failures of all ranks, pickled."""
-    of_ranks = {rank: pickle.loads(pickle.dumps(AttemptFailedError(Failure.from_error(rank, GLOO)))) for rank in (0, 1)}
+    of_ranks = {
+        rank: pickle.loads(pickle.dumps(AttemptFailedError(RankFailure.from_error(rank, GLOO)))) for rank in (0, 1)
+    }
     assert find_cause(of_ranks).sentence.startswith("rank 0 failed with RuntimeError: [")
-    own = of_ranks | {2: AttemptFailedError(Failure.from_error(2, StoreError("full")))}
+    own = of_ranks | {2: AttemptFailedError(RankFailure.from_error(2, StoreError("full")))}
     assert find_cause(own).to_error(Path("/run")).exit_code == 5
     died = own | {3: WorkerHealthCheckFailedError(RuntimeError("The actor died unexpectedly"))}
     ended = "its process, as by SIGKILL; the kernel sends it when memory runs out"

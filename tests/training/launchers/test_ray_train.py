@@ -16,7 +16,7 @@ import pytest
 from ckpt_tools.errors import StoreError
 from tests.training.jobs import by_ray, check_same_end, losses, result_of, small_config
 from training.config.train_config import TrainConfig
-from training.launchers.failures import Failure, RunFailedError
+from training.launchers.failures import RankFailure, RunFailedError
 from training.launchers.ray_restarts import AttemptFailedError, shrink_to_room, with_restarts
 
 
@@ -139,20 +139,20 @@ def test_as_many_workers_are_used_as_the_batch_divides_over(room, used, values, 
     assert (found and found.num_workers) == used
 
 
-def attempts(*outcomes: Failure | int) -> Callable[[TrainConfig], int]:
+def attempts(*outcomes: RankFailure | int) -> Callable[[TrainConfig], int]:
     """Attempts of a run that fail or succeed so, one after the other."""
     left = iter(outcomes)
 
     def attempt(_: TrainConfig) -> int:
-        if isinstance(outcome := next(left), Failure):
+        if isinstance(outcome := next(left), RankFailure):
             raise AttemptFailedError(outcome)
         return outcome
 
     return attempt
 
 
-def failure(kind: str, message: str) -> Failure:
-    return Failure(1, kind, message, "details")
+def failure(kind: str, message: str) -> RankFailure:
+    return RankFailure(1, kind, message, "details")
 
 
 def test_each_restart_is_said_and_the_last_failure_or_first_success_ends_the_run(tmp_path):

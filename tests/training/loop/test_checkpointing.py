@@ -33,7 +33,7 @@ from training.checkpoints.locking import only_run
 from training.checkpoints.run_folder import resume_folder, saved_checkpoints
 from training.checkpoints.settings import check_settings, lines_before_start
 from training.config.train_config import TrainConfig
-from training.loop.loop import Trained, train
+from training.loop.loop import FinishedRun, train
 from training.loop.outlets import Outlet
 from training.loop.saving import remove_old
 
@@ -185,7 +185,7 @@ def train_and_send(out: Path, engine: Any, held: str | None, num_samples: int) -
         trained = train(config, CPU, None, outlet, steps)
     except StoreError as error:
         return outlet.events, steps.count, str(error)
-    assert isinstance(trained, Trained)
+    assert isinstance(trained, FinishedRun)
     return outlet.events, steps.count, trained.saves
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH, losses, tiny_config
 from training.config.train_config import TrainConfig
-from training.data.datasets import Samples
+from training.data.datasets import TensorSamples
 from training.loop.evaluation import CHUNK, PREDICTED, Evaluator, metrics_of
 from training.loop.measuring import PROFILED, SKIPPED, WARMUP, profile_steps, work_per_sample
-from training.loop.screen import PLAIN_SECONDS, Screen
+from training.loop.screen import PLAIN_SECONDS, ProgressDisplay
 from training.models.losses import standard_loss
 
 
@@ -76,7 +76,7 @@ def test_a_resumed_run_records_how_long_that_took(small_run):
 def test_a_plain_line_comes_every_few_seconds(capsys, monkeypatch):
     now = 100.0
     monkeypatch.setattr("training.loop.screen.time.monotonic", lambda: now)
-    screen = Screen()
+    screen = ProgressDisplay()
     for _ in range(11):
         screen.show("step 120/600")
         now += PLAIN_SECONDS / 5
@@ -115,10 +115,10 @@ def test_tokens_and_utilization_come_from_the_first_batch(tmp_path):
 CPU = torch.device("cpu")
 
 
-def numbered_images(count: int) -> Samples:
+def numbered_images(count: int) -> TensorSamples:
     """Image ``i`` is grey level ``i`` and has the label ``i % 10``."""
     numbers = torch.arange(count)
-    return Samples(numbers.to(torch.uint8)[:, None, None].expand(count, 28, 28).contiguous(), numbers % 10)
+    return TensorSamples(numbers.to(torch.uint8)[:, None, None].expand(count, 28, 28).contiguous(), numbers % 10)
 
 
 def last_digit_logits(images: Tensor) -> Tensor:
