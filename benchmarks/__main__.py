@@ -56,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> None:
         raise SystemExit(f"Error: {error}") from None
     finally:
         documents = (report.README, report.PAGE) if options.results.resolve() == RESULTS else ()
-        report.write(journal, options.results, *documents)
+        report.write_report(journal, options.results, *documents)
         say(f"{options.results / 'table.md'}")
 
 

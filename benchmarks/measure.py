@@ -87,8 +87,8 @@ def measure_success(
     return usage
 
 
-def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
-    before = _own_io()
+def _run_and_measure(command: Sequence[str], log: Path, time_limit: float) -> Usage:
+    before = _read_own_io()
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -103,7 +103,7 @@ def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
     seconds = time.monotonic() - started
     _, status, usage = os.wait4(process.pid, 0)
     _kill_group(process.pid)
-    after = _own_io()
+    after = _read_own_io()
     return Usage(
         failure=f"not done in {time_limit:g} s" if timed_out else _get_failure(os.waitstatus_to_exitcode(status), log),
         seconds=seconds,
@@ -124,7 +124,7 @@ def _get_failure(exit_code: int, log: Path) -> str:
     return last.replace(f"{ROOT}/", "")[:MAX_FAILURE_CHARS] or f"exit code {exit_code}" if exit_code else ""
 
 
-def _own_io() -> dict[str, int]:
+def _read_own_io() -> dict[str, int]:
     """Bytes of this process and of every child it has waited for."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
@@ -191,7 +191,7 @@ def _end_with_parent() -> None:
 def main(words: Sequence[str]) -> None:
     _end_with_parent()
     limit, log, *command = words
-    print(json.dumps(asdict(_run(command, Path(log), float(limit)))))
+    print(json.dumps(asdict(_run_and_measure(command, Path(log), float(limit)))))
 
 
 if __name__ == "__main__":

@@ -108,12 +108,12 @@ class MeasuredWork:
         for field, ratio, unit, size in ratios:
             if ratio is not None and field in target:
                 text = f"{ratio:.2f}{unit} (at most {target[field]:g})"
-                yield self._judge(text, ratio <= target[field], size)
+                yield self._format_promise(text, ratio <= target[field], size)
         if "peer" in target and (times := self.times_faster):
             text = f"{times:.1f} times as fast as {self.work.peer} (at least {target['peer']:g})"
-            yield self._judge(text, times >= target["peer"], "source_bytes")
+            yield self._format_promise(text, times >= target["peer"], "source_bytes")
 
-    def _judge(self, text: str, kept: bool, size: str) -> str:
+    def _format_promise(self, text: str, kept: bool, size: str) -> str:
         is_large = self.record[size] >= LARGE_BYTES
         return f"{format_verdict(kept)}: {text}" if is_large else f"{text} (promised for 4 GB)"
 
@@ -123,7 +123,7 @@ def get_measured_works(journal: BenchmarkJournal) -> list[MeasuredWork]:
     return [MeasuredWork(work, journal.records[name]) for name, work in WORKS.items() if name in journal.records]
 
 
-def write(journal: BenchmarkJournal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
+def write_report(journal: BenchmarkJournal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
     """`table.md` and `picture.svg` in the folder, and the sections of the two documents."""
     works = get_measured_works(journal)
     folder.mkdir(parents=True, exist_ok=True)

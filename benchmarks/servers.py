@@ -56,7 +56,7 @@ def serve_by_fastapi(model: str, port: int, threads: int) -> None:
     predict, app = make_predictor(model, threads), FastAPI()
 
     @app.post("/predict")
-    def endpoint(request: ImageRequest) -> FastApiPrediction:
+    def predict_image(request: ImageRequest) -> FastApiPrediction:
         return FastApiPrediction(**predict([request.image])[0])
 
     uvicorn.run(app, port=port, log_level="warning")

@@ -45,8 +45,8 @@ from training.data import datasets as data
 from training.loop import evaluation
 from training.models.image_models import build_model
 
-JSON, BINARY, PNG, LOOP, ROW = "ours, JSON", "ours, binary", "ours, PNG", "bare loop", "bare loop, one row"
-EIGHT, ONE = "ours, JSON, 8 clients", "ours, JSON, 1 client"
+JSON, BINARY, PNG, LOOP, ONE_ROW_LOOP = "ours, JSON", "ours, binary", "ours, PNG", "bare loop", "bare loop, one row"
+EIGHT_CLIENTS, ONE_CLIENT = "ours, JSON, 8 clients", "ours, JSON, 1 client"
 NUM_CLIENTS, NUM_IMAGES = 64, 64
 WARM_UP_SECONDS = 1.0
 START_SECONDS = 300.0
@@ -123,7 +123,7 @@ class MeasuredServer:
     requests: RequestSet
     num_clients: int = NUM_CLIENTS
 
-    def check(self) -> None:
+    def check_answers_differ(self) -> None:
         """Raises MeasureError if it gives the same answer to every image."""
         if len({self.requests.fetch_answer(self.port, number) for number in range(8)}) < 2:
             raise MeasureError("a server gives the same answer to every image")
@@ -164,7 +164,7 @@ def make_images() -> Any:
 IMAGE = {"name": "image", "shape": [1, SIDE, SIDE], "datatype": "UINT8"}
 
 
-def as_json(image: Any) -> bytes:
+def encode_json(image: Any) -> bytes:
     return json.dumps({"inputs": [IMAGE | {"data": image.tolist()}]}).encode()
 
 
@@ -173,7 +173,7 @@ BINARY_HEAD = json.dumps(
 ).encode()
 
 
-def as_form(image: Any) -> bytes:
+def encode_form(image: Any) -> bytes:
     file = BytesIO()
     Image.fromarray(image.reshape(SIDE, SIDE)).save(file, "png")
     return bytes(encode_multipart_formdata({"image": ("a.png", file.getvalue(), "image/png")}, boundary="X")[0])
@@ -186,9 +186,9 @@ def make_requests() -> dict[str, RequestSet]:
     form_type = {"Content-Type": "multipart/form-data; boundary=X"}
     for_peers = RequestSet("/predict", [json.dumps({"image": image.tolist()}).encode() for image in images], json_type)
     return {
-        JSON: RequestSet(INFER, [as_json(each) for each in images], json_type),
+        JSON: RequestSet(INFER, [encode_json(each) for each in images], json_type),
         BINARY: RequestSet(INFER, [BINARY_HEAD + each.tobytes() for each in images], binary_type),
-        PNG: RequestSet("/predict", [as_form(each) for each in images], form_type),
+        PNG: RequestSet("/predict", [encode_form(each) for each in images], form_type),
         **dict.fromkeys(SERVERS, for_peers),
     }
 
@@ -233,15 +233,16 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
         options = ["--model", f"model={model}", "--port", str(port), "--threads", str(threads)]
         ours = stack.enter_context(_run_server("inference.serving", options, port, folder / "ours.log"))
         servers = {who: MeasuredServer(port, ours, requests[who]) for who in (JSON, BINARY, PNG)}
-        servers |= {who: MeasuredServer(port, ours, requests[JSON], many) for who, many in ((EIGHT, 8), (ONE, 1))}
+        clients = {EIGHT_CLIENTS: 8, ONE_CLIENT: 1}
+        servers |= {who: MeasuredServer(port, ours, requests[JSON], many) for who, many in clients.items()}
         for who in SERVERS:
             port = free_port()
             words = [who, model, str(port), str(threads)]
             process = stack.enter_context(_run_server("benchmarks.servers", words, port, folder / f"{who}.log"))
             servers[who] = MeasuredServer(port, process, requests[who])
         for server in servers.values():
-            server.check()
-        loops = {LOOP: BareLoop(model, threads, BATCH), ROW: BareLoop(model, threads, 1)}
+            server.check_answers_differ()
+        loops = {LOOP: BareLoop(model, threads, BATCH), ONE_ROW_LOOP: BareLoop(model, threads, 1)}
         contestants: dict[str, BareLoop | MeasuredServer] = {**loops, **servers}
         return take_turns({who: partial(each.take_turn, seconds) for who, each in contestants.items()}, rounds)
 
@@ -289,11 +290,11 @@ def _get_peak_memory(taken: Sequence[LoadTurn]) -> int:
 def _list_promises(turns: Mapping[str, Sequence[LoadTurn]]) -> Iterator[list[str]]:
     rates = [(who, LOOP, least) for who, least in SERVE_TO_LOOP.items()]
     rates += [(JSON, who, SERVE_TO_PEER) for who in SERVERS if who in turns]
-    for above, below, least in (*rates, (EIGHT, ONE, EIGHT_TO_ONE)):
+    for above, below, least in (*rates, (EIGHT_CLIENTS, ONE_CLIENT, EIGHT_TO_ONE)):
         yield [f"{above} / {below}", f"{compute_ratio('rate', turns[above], turns[below]):.2f}", f"at least {least:g}"]
-    row, one = (median(each.p50 for each in turns[who]) for who in (ROW, ONE))
+    row, one = (median(each.p50 for each in turns[who]) for who in (ONE_ROW_LOOP, ONE_CLIENT))
     most = ONE_TIMES * row + ONE_MORE_SECONDS
-    yield [f"p50 of {ONE}", f"{1000 * one:.1f} ms", f"at most {1000 * most:.1f} ms"]
+    yield [f"p50 of {ONE_CLIENT}", f"{1000 * one:.1f} ms", f"at most {1000 * most:.1f} ms"]
     if "LitServe" in turns:
         more = _get_peak_memory(turns[JSON]) - _get_peak_memory(turns["LitServe"])
         yield ["memory above LitServe's", f"{more / 1e6:.0f} MB", f"at most {MORE_BYTES_THAN_LITSERVE / 1e6:.0f} MB"]

@@ -53,10 +53,10 @@ STRATEGIES = {FSDP2_STEP: "full_shard", ZERO2_STEP: "zero2"}
 BATCH, LOG_EVERY = 64, 10
 """Defaults of a run."""
 
-EPOCH = 22
+MAX_EPOCH_STEPS = 22
 """The most steps of an epoch of `digits`."""
 
-SECONDS = 3600.0
+LIMIT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class TurnSettings:
     rounds: int
     size_bytes: int
     ranks: int = 2
-    steps: int = EPOCH
+    steps: int = MAX_EPOCH_STEPS
     model: str = "vit"
 
 
@@ -76,17 +76,17 @@ Turns = dict[str, list[Taken]]
 
 def measure_training(work: str, settings: RunSettings) -> list[str]:
     """The table of one work, on a rank for each GPU; without one, on 2."""
-    asked = TurnSettings(settings.runs, settings.size_bytes, torch.cuda.device_count() or 2)
-    turns = take_turns_in_ranks(work, asked, settings.data / "training")
+    turn_settings = TurnSettings(settings.runs, settings.size_bytes, torch.cuda.device_count() or 2)
+    turns = take_turns_in_ranks(work, turn_settings, settings.data / "training")
     return compare_with_promises({work: (turns[OURS], turns[THEIRS])}, PROMISED)
 
 
-def take_turns_in_ranks(work: str, asked: TurnSettings, data: Path) -> Turns:
+def take_turns_in_ranks(work: str, settings: TurnSettings, data: Path) -> Turns:
     """The turns of rank 0."""
     data.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data) as folder:
         job: Callable[..., Turns] = {RESUME: resume_turns, STALL: stall_turns}.get(work, step_turns)
-        first, *_ = pool(asked.ranks).run(job, work, asked, Path(folder), seconds=SECONDS)
+        first, *_ = pool(settings.ranks).run(job, work, settings, Path(folder), seconds=LIMIT_SECONDS)
     return dict(first)
 
 
@@ -121,13 +121,13 @@ def _make_config(out: Path, **values: Any) -> Any:
     return TrainConfig(out=out, launcher="torchrun", num_workers=dist.get_world_size(), **values)
 
 
-def step_turns(work: str, asked: TurnSettings, folder: Path) -> Turns:
+def step_turns(work: str, settings: TurnSettings, folder: Path) -> Turns:
     """A run, and a loop of as many steps in an epoch. The first LOG_EVERY steps warm both up."""
-    size = {"num_samples": BATCH * asked.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
-    config = _make_config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
+    size = {"num_samples": BATCH * settings.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
+    config = _make_config(folder / "run", strategy=STRATEGIES[work], model=settings.model, **size)
     numbers = count()
     ours, theirs = (lambda: _our_step(config, next(numbers))), partial(_bare_step, config)
-    return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
+    return take_turns({THEIRS: theirs, OURS: ours}, settings.rounds)
 
 
 class _StepClock:
@@ -143,7 +143,7 @@ class _StepClock:
         self._marks.append((time.perf_counter(), time.process_time()))
         return False
 
-    def a_step(self) -> Taken:
+    def compute_mean_step(self) -> Taken:
         """Mean of the steps after the first LOG_EVERY. Processor time is the mean of the ranks; collective."""
         marks = torch.tensor(self._marks, dtype=torch.float64)
         seconds, processor = (marks[self._num_steps] - marks[LOG_EVERY]) / (self._num_steps - LOG_EVERY)
@@ -157,10 +157,10 @@ def _our_step(config: Any, number: int) -> Taken:
         config.out.mkdir(parents=True)
     dist.barrier()
     clock = _StepClock(config)
-    asked: Any = clock
-    run_rank(config, _choose_device(), asked)
+    stop_request: Any = clock
+    run_rank(config, _choose_device(), stop_request)
     dist.barrier()
-    return clock.a_step()
+    return clock.compute_mean_step()
 
 
 def _bare_step(config: Any) -> Taken:
@@ -176,7 +176,7 @@ def _bare_step(config: Any) -> Taken:
         clock()
     if hasattr(model, "destroy"):
         model.destroy()
-    return clock.a_step()
+    return clock.compute_mean_step()
 
 
 def _iter_batches(config: Any) -> Iterator[tuple[Any, Any]]:
@@ -235,13 +235,13 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     return engine, step
 
 
-def resume_turns(work: str, asked: TurnSettings, folder: Path) -> Turns:
+def resume_turns(work: str, settings: TurnSettings, folder: Path) -> Turns:
     """Loading into the same model, with an optimizer without state, as in a run that resumes."""
-    engine = _make_engine(asked, folder)
+    engine = _make_engine(settings, folder)
     saved = folder / "saved"
     engine.prepare_save(RunProgress(1, 1))(saved)
 
-    def loaded(load: Callable[[], object]) -> Taken:
+    def time_load(load: Callable[[], object]) -> Taken:
         engine.optimizer.state.clear()
         return _time_on_all_ranks(load)
 
@@ -250,39 +250,38 @@ def resume_turns(work: str, asked: TurnSettings, folder: Path) -> Turns:
         state_dict_loader.load({"app": state}, checkpoint_id=saved)
         set_state_dict(engine.model, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
-    ours = partial(loaded, lambda: load_into(engine.model, engine.optimizer, saved))
-    theirs = partial(loaded, load_by_torch)
-    return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
+    ours = partial(time_load, lambda: load_into(engine.model, engine.optimizer, saved))
+    theirs = partial(time_load, load_by_torch)
+    return take_turns({THEIRS: theirs, OURS: ours}, settings.rounds)
 
 
-def stall_turns(work: str, asked: TurnSettings, folder: Path) -> Turns:
+def stall_turns(work: str, settings: TurnSettings, folder: Path) -> Turns:
     """Saves of a run, each complete before the next begins."""
-    engine = _make_engine(asked, folder)
+    engine = _make_engine(settings, folder)
     config, outlet, numbers = engine._config, Outlet(engine._config), count(1)
-    background, waiting = (
-        CheckpointSaver(replace(config, async_save=is_async), engine, outlet) for is_async in (True, False)
-    )
+    configs = [replace(config, async_save=is_async) for is_async in (True, False)]
+    background, waiting = (CheckpointSaver(config, engine, outlet) for config in configs)
 
-    def stalled(saver: CheckpointSaver) -> Taken:
+    def time_stall(saver: CheckpointSaver) -> Taken:
         def save() -> None:
             number = next(numbers)
             saver.save(RunProgress(number, number), {})
-            saver.collect()
+            saver.finish_pending()
 
         _time_on_all_ranks(save)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return Taken(saver.records[-1].stall_seconds)
 
-    return take_turns({THEIRS: partial(stalled, waiting), OURS: partial(stalled, background)}, asked.rounds)
+    return take_turns({THEIRS: partial(time_stall, waiting), OURS: partial(time_stall, background)}, settings.rounds)
 
 
-def _make_engine(asked: TurnSettings, folder: Path) -> Any:
+def _make_engine(settings: TurnSettings, folder: Path) -> Any:
     """The FSDP2 engine of a Llama with a state of that size, after one step."""
     if dist.get_rank() == 0:
-        llama: Any = empty_model(fit_llama(asked.size_bytes // STATE_BYTES))
+        llama: Any = empty_model(fit_llama(settings.size_bytes // STATE_BYTES))
         llama.config.save_pretrained(folder / "llama")
     config = _make_config(
-        folder, strategy="full_shard", model=f"hf:{folder / 'llama'}", dataset="text", batch_size=asked.ranks
+        folder, strategy="full_shard", model=f"hf:{folder / 'llama'}", dataset="text", batch_size=settings.ranks
     )
     engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), _choose_device())
     words = torch.zeros(1, 8, dtype=torch.int64, device=_choose_device())

@@ -149,7 +149,7 @@ def run_demo(folder: Path, console: Console) -> list[ConvertedFile]:
     return files
 
 
-@click.command(cls=commands.Command, context_settings={"show_default": True})
+@click.command(cls=commands.CheckedCommand, context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), default="demo", help="A new folder is made here for each demo.")
 def main(out: Path) -> None:
     """Train with FSDP2 and ZeRO-3, convert both checkpoints, and check that the files predict as the runs did."""

@@ -11,20 +11,20 @@ with use_default_interrupt():
 
     import click
 
-    from .config.command_line import CONTEXT, CheckedCommand, check_installed, config_of, run_options
+    from .config.command_line import CONTEXT_SETTINGS, CheckedCommand, check_installed, config_of, make_click_options
     from .config.options import options_by_heading
     from .loop.stopping import advice_after_stop, end_on_signals
 
 
 @click.command(
     cls=CheckedCommand,
-    params=run_options(),
+    params=make_click_options(),
     headings=options_by_heading(),
     examples=(
         "ckpt-tools train --engine fsdp2 --out run",
         "ckpt-tools train --model lm --engine zero3 --num-workers 4 --out run",
     ),
-    context_settings=CONTEXT,
+    context_settings=CONTEXT_SETTINGS,
 )
 def main(**options: Any) -> None:
     """Train a model with FSDP2 or DeepSpeed, and save sharded checkpoints.

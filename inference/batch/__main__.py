@@ -65,7 +65,7 @@ HEADINGS = {
 
 
 @click.command(
-    cls=commands.Command,
+    cls=commands.CheckedCommand,
     headings=HEADINGS,
     examples=("ckpt-tools predict --model run@latest --input images --output out.jsonl",),
     context_settings={"show_default": True},

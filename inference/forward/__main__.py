@@ -29,7 +29,7 @@ HEADINGS = {
 
 
 @click.command(
-    cls=commands.Command,
+    cls=commands.CheckedCommand,
     headings=HEADINGS,
     examples=("ckpt-tools verify-forward run/step-1000 model --config model",),
     context_settings={"show_default": True},

@@ -224,7 +224,7 @@ HEADINGS = {
 
 
 @click.command(
-    cls=commands.Command,
+    cls=commands.CheckedCommand,
     headings=HEADINGS,
     examples=(
         "ckpt-tools serve model.safetensors --port 8080",

@@ -83,7 +83,7 @@ def test_the_same_command_goes_on_where_it_was(journal, settings, tmp_path):
 def test_the_table_and_the_picture_come_out(journal, works, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "README_WORKS", [work.name for work in SMALL_WORKS])
     folder = tmp_path / "results"
-    report.write(journal, folder)
+    report.write_report(journal, folder)
     table = (folder / "table.md").read_text()
     picture = (folder / "picture.svg").read_text()
     for measured in works:
@@ -108,7 +108,7 @@ def test_the_page_gets_the_whole_and_readme_a_few_rows(journal, works, tmp_path,
     readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
     for path, name in ((readme, report.README_SECTION), (page, report.PAGE_SECTION)):
         path.write_text("before\n{}\nold\n{}\nafter\n".format(*report.get_markers(name)))
-    report.write(journal, tmp_path / "results", readme, page)
+    report.write_report(journal, tmp_path / "results", readme, page)
     few, whole = readme.read_text(), page.read_text()
     for measured in works:
         row = f"| {measured.work.about} |"
@@ -136,7 +136,7 @@ def test_a_part_is_measured_once_and_one_that_fails_stops_no_other(settings, tmp
             measure_benchmarks(parts, asked, 10_000_000, journal, fresh=False)
         assert journal.records.keys() == {"machine", "memory"}
         assert journal.records["memory"]["lines"][2].startswith("| 0.01 GB | ")
-    report.write(journal, tmp_path)
+    report.write_report(journal, tmp_path)
     assert "\n## Memory by size" in (tmp_path / "table.md").read_text()
 
 

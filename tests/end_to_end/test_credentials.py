@@ -24,7 +24,7 @@ from inference.batch.rows import OutputColumns, OutputRow
 from tests.stores.test_http import serving
 from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
 from tests.support.commands import run_command
-from training.launchers.failures import Failure
+from training.launchers.failures import RankFailure
 from training.loop.result import RunResult
 
 SAMPLE = 60
@@ -275,7 +275,7 @@ def test_the_result_of_a_run_has_none(tmp_path):
     credentials.remember_secrets([f"ftp://user:{canary}@host/run"])
     result = RunResult(**{each.name: None for each in fields(RunResult)})  # type: ignore[arg-type]
     replace(result, checkpoint=f"ftp://user:{canary}@host/run/epoch_0001").write(tmp_path)
-    failure = Failure(0, "ValueError", canary, f"ValueError: {canary}")
+    failure = RankFailure(0, "ValueError", canary, f"ValueError: {canary}")
     error = failure.to_error(tmp_path)
     assert "ftp://***@host/run/epoch_0001" in (tmp_path / "result.json").read_text()
     assert "***" in (tmp_path / "error.log").read_text()

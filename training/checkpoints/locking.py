@@ -40,7 +40,7 @@ class RunLock:
 
 
 @contextmanager
-def only_run(config: TrainConfig) -> Iterator[RunLock]:
+def lock_run(config: TrainConfig) -> Iterator[RunLock]:
     """Lock the run's ``out``, which is made, and its ``storage``; unfinished checkpoints of a killed run are removed.
     Raises DestinationExistsError if another run holds a lock, or they hold files of others; StoreError."""
     claiming = nullcontext() if config.storage is None else ckpt_tools.claim(config.storage)
@@ -62,7 +62,7 @@ def check_no_other_run(out: Path) -> None:
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[int]:
-    """Lock ``out``, which is made; the descriptor of the lock. Raises as :func:`only_run`."""
+    """Lock ``out``, which is made; the descriptor of the lock. Raises as :func:`lock_run`."""
     path = out / LOCK_NAME
     make_out(out)
     with report_failed_writes(path):

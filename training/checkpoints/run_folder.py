@@ -105,13 +105,13 @@ def saved_checkpoints(out: Path) -> list[Path]:
     return sorted(folders, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
-def resume_folder(config: TrainConfig) -> Path | str | None:
+def find_resume_checkpoint(config: TrainConfig) -> Path | str | None:
     """The checkpoint to resume, None for a new run; a path or URL in ``--resume`` is not looked up. Raises CkptError,
     as if a new run would mix its checkpoints with those of another."""
     if config.storage is not None:
         check_storage(config.storage)
     if resumes_own(config):
-        newest = newest_complete(config)
+        newest = find_newest_complete(config)
         if newest is None and config.resume == RESUME_LATEST:
             raise SourceNotFoundError(
                 f"{config.storage or config.out} holds no checkpoint to resume from; leave out --resume for a fresh "
@@ -136,11 +136,11 @@ def resumes_own(config: TrainConfig) -> bool:
 def config_after_failure(config: TrainConfig) -> TrainConfig:
     """The run after a failure: it resumes its own newest complete checkpoint. Without one it begins as before, with the
     checkpoint of ``--resume``, if any."""
-    begins_anew = config.resume is not None and newest_complete(config) is None
+    begins_anew = config.resume is not None and find_newest_complete(config) is None
     return config if begins_anew else replace(config, resume=RESUME_AUTO)
 
 
-def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
+def find_newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
     """The run's newest checkpoint with complete files. Raises ``StoreError``."""
     return next((each for each in _list_checkpoints(config) if each.is_complete), None)
 
@@ -159,7 +159,7 @@ def describe_resume(config: TrainConfig) -> str | None:
     """Message about the choice of ``--resume latest`` and ``--resume auto``."""
     if not resumes_own(config):
         return None
-    newest = newest_complete(config)
+    newest = find_newest_complete(config)
     if newest is None:
         return f"{config.storage or config.out} holds no complete checkpoint: a new run begins"
     return f"resuming {newest.name} ({newest.format}, {newest.world_size or 'unknown'} ranks)"
@@ -168,7 +168,7 @@ def describe_resume(config: TrainConfig) -> str | None:
 def set_aside_incomplete(config: TrainConfig) -> None:
     """Rename the incomplete checkpoints in ``out`` after the one that is resumed, because the run may need their names,
     and print so. Raises DestinationExistsError if a new name exists."""
-    newest, saved = newest_complete(config), saved_checkpoints(config.out)
+    newest, saved = find_newest_complete(config), saved_checkpoints(config.out)
     begin = 0 if newest is None else [path.name for path in saved].index(newest.name) + 1
     for path in saved[begin:]:
         aside = path.with_name(f"{path.name}.incomplete")
@@ -181,6 +181,6 @@ def set_aside_incomplete(config: TrainConfig) -> None:
 def resume_hint(config: TrainConfig) -> str:
     """End of a message, about how to resume a failed run; empty if it has saved nothing."""
     with suppress(CkptError):
-        if newest_complete(config) is not None:
+        if find_newest_complete(config) is not None:
             return f"; continue with --resume {RESUME_LATEST}"
     return ""

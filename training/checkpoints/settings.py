@@ -46,7 +46,7 @@ ORDERING = frozenset({"dataset", "dataset_arg", "data_root", "num_samples", "epo
 """Settings that determine the samples of each batch."""
 
 
-def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> list[str]:
+def list_resume_messages(config: TrainConfig, checkpoint: Path | str | None) -> list[str]:
     """Messages about the checkpoint to resume. Raises as :func:`check_settings`."""
     lines = [describe_resume(config), None if checkpoint is None else check_settings(config, checkpoint)]
     return [line for line in lines if line is not None]

@@ -20,7 +20,7 @@ Rules = Iterator[str]
 """Sentence of each broken rule."""
 
 
-def broken_rule(run: RunOptions) -> str | None:
+def find_broken_rule(run: RunOptions) -> str | None:
     """The sentence of the first rule that these options break. Groups of rules rely on those before them."""
     groups = (_model_rules, _unused_options, _parallelism_rules, _framework_rules, _data_rules, _saving_rules)
     return next(chain.from_iterable(group(run) for group in groups), None)

@@ -73,8 +73,8 @@ def _parse_file(value: str) -> dict[str, Any]:
         raise click.BadParameter(f"{value} is not TOML: {error}") from error
 
 
-CONTEXT = {"show_default": True}
-CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
+CONTEXT_SETTINGS = {"show_default": True}
+CONTEXT_BEFORE_OPTIONS = CONTEXT_SETTINGS | {"ignore_unknown_options": True}
 """Context of a command whose last argument is the options of a run."""
 
 
@@ -118,7 +118,7 @@ class CheckedCommand(GroupedCommand):
             sys.exit(error.exit_code)
 
 
-def run_options() -> list[click.Parameter]:
+def make_click_options() -> list[click.Parameter]:
     file = click.Option(
         ["--config"],
         metavar="FILE|NAME",
@@ -163,7 +163,7 @@ def config_of(options: dict[str, Any]) -> TrainConfig:
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
     """Values of the options of a run. Raises ``click.ClickException``."""
-    return CheckedCommand("training", params=run_options()).make_context("training", list(words)).params
+    return CheckedCommand("training", params=make_click_options()).make_context("training", list(words)).params
 
 
 INSTALL = "pip install 'ckpt-tools[train]'"

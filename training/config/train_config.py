@@ -16,7 +16,7 @@ from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.errors import UsageError
 from ckpt_tools.process.credentials import remember_secrets
 
-from .combinations import broken_rule
+from .combinations import find_broken_rule
 from .options import DATASETS, OPTIMIZERS, SCHEDULES, SETTINGS, RunOptions, describe_options, option_name
 from .options import EngineName as EngineName
 from .references import check_importable, is_function, parse_arguments, recorded_name, text_of
@@ -56,7 +56,7 @@ class TrainConfig(RunOptions):
             if "\0" in str(value):
                 raise UsageError(f"--{option_name(field.name)} has a null byte")
         self._check_choices()
-        if (sentence := broken_rule(self)) is not None:
+        if (sentence := find_broken_rule(self)) is not None:
             raise UsageError(sentence)
         if self.min_workers is not None:
             replace(self, num_workers=self.min_workers, min_workers=None)

@@ -118,7 +118,7 @@ class Batches:
             BatchedStream(self, start) if is_stream else BatchedDataset(self.dataset, self.config.seed, start.epoch),
             batch_sampler=order,
             batch_size=None if is_stream else 1,
-            collate_fn=_as_it_is,
+            collate_fn=_return_batch,
             num_workers=self.config.loader_workers,
             pin_memory=self.device.type == "cuda",
         )
@@ -133,7 +133,7 @@ class Batches:
         return [row.tolist() for row in islice(rows, start.batch, None)]
 
 
-def _as_it_is(batch: Any) -> Any:
+def _return_batch(batch: Any) -> Any:
     return batch
 
 

@@ -47,7 +47,7 @@ def cut_into_pieces(
     return pieces[is_in_part], following[is_in_part]
 
 
-def lines_of_text(config: TrainConfig) -> list[str]:
+def list_tokenizer_messages(config: TrainConfig) -> list[str]:
     """Message about a folder without a tokenizer."""
     hub = folder_of(config.model) if config.dataset == "text" else None
     if hub is None or files_in(hub, TOKENIZER):

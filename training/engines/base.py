@@ -64,7 +64,7 @@ def micro_batches(batch: Any, parts: int) -> list[Any]:
     return [tree_unflatten(list(each), tree) for each in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)]
 
 
-def mean_of(losses: list[Tensor]) -> Tensor:
+def average_losses(losses: list[Tensor]) -> Tensor:
     """Mean over the micro-batches of a step, 0-d; a single loss is returned as it is."""
     return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 

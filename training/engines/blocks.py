@@ -61,16 +61,16 @@ def _announce_blocks(spec: ModelSpec, on_block: OnBlock) -> Iterator[None]:
     """Within the block, constructors of ``spec.early`` call ``on_block`` at their end."""
     originals = {kind: kind.__init__ for kind in spec.early}
 
-    def announcing(original: Callable[..., None]) -> Callable[..., None]:
-        def init(self: nn.Module, *args: Any, **keywords: Any) -> None:
+    def add_announcement(original: Callable[..., None]) -> Callable[..., None]:
+        def init_and_announce(self: nn.Module, *args: Any, **keywords: Any) -> None:
             original(self, *args, **keywords)
             on_block(self)
 
-        return init
+        return init_and_announce
 
     try:
         for kind, original in originals.items():
-            kind.__init__ = announcing(original)  # type: ignore[method-assign]
+            kind.__init__ = add_announcement(original)  # type: ignore[method-assign]
         yield
     finally:
         for kind, original in originals.items():

@@ -27,8 +27,8 @@ from .base import (
     RunProgress,
     Save,
     apply_settings,
+    average_losses,
     is_loaded_by_deepspeed,
-    mean_of,
     micro_batches,
     own_group_values,
     read_progress,
@@ -55,10 +55,10 @@ class DeepSpeedEngine:
         self.loss = model.loss
         self._engine, *_ = deepspeed.initialize(
             model=model.module,
-            model_parameters=model.parameters(),
+            model_parameters=model.list_parameter_groups(),
             optimizer=self._make_own_optimizer(model, options),
             config=options,
-            lr_scheduler=schedule.attach,
+            lr_scheduler=schedule.make_scheduler,
         )
         self._own_values = own_group_values(self._engine.lr_scheduler.optimizer)
         if (config.sharding.stage, config.pp, self._dtype) == (0, 1, torch.float32):
@@ -92,7 +92,8 @@ class DeepSpeedEngine:
 
     def _make_own_optimizer(self, model: TrainableModel, options: dict[str, Any]) -> Optimizer | None:
         """None: DeepSpeed makes the one of its configuration."""
-        return None if "optimizer" in options else make_optimizer(self._config, model.parameters(), self._device)
+        parameter_groups = model.list_parameter_groups()
+        return None if "optimizer" in options else make_optimizer(self._config, parameter_groups, self._device)
 
     def step(self, batch: Any) -> Tensor:
         set_training(self._engine.module)
@@ -103,7 +104,7 @@ class DeepSpeedEngine:
             self._engine.step()
             losses.append(loss.detach())
         self._averages.average_over_ranks()
-        return mean_of(losses)
+        return average_losses(losses)
 
     @torch.no_grad()
     def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:

@@ -38,7 +38,7 @@ OTHER_LAYERS = 3  # the embedding, the norm and the head
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def names_of(layers: int) -> dict[str, list[str]]:
+def map_layer_names(layers: int) -> dict[str, list[str]]:
     """DeepSpeed's names of the layers, and their names in the whole model; a tied layer has several."""
     numbered = {str(1 + layer): [f"layers.{layer}"] for layer in range(layers)}
     return {f"tied_modules.{EMBEDDING}": ["embed", "head"], **numbered, str(1 + layers): ["norm"]}
@@ -78,7 +78,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return metrics(lambda inputs: logits_of_stages(self._stage, inputs, self._dtype, self._group), batch)
 
     def _make_client_state(self, progress: RunProgress) -> dict[str, Any]:
-        return {**super()._make_client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
+        return {**super()._make_client_state(progress), NAMES_ENTRY: map_layer_names(self._stage.all_layers)}
 
     def _load_checkpoint(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
         if is_loaded_by_deepspeed(checkpoint, stage, self._dtype, self._config.pp, self._names):

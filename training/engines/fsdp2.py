@@ -34,7 +34,7 @@ from .base import (
     RunProgress,
     Save,
     apply_settings,
-    mean_of,
+    average_losses,
     micro_batches,
     own_group_values,
     read_progress,
@@ -61,9 +61,9 @@ class Fsdp2Engine:
         if self._meshes.pipeline is not None:
             self._parameters, self._elsewhere = names_of_stages(self.model, self._meshes.pipeline.get_group())
         load_first_weights(config, self.model, self._elsewhere)
-        self.optimizer = make_optimizer(config, replace(sharded, module=self.model).parameters(), device)
+        self.optimizer = make_optimizer(config, replace(sharded, module=self.model).list_parameter_groups(), device)
         self._own_values = own_group_values(self.optimizer)
-        self._scheduler = schedule.attach(self.optimizer)
+        self._scheduler = schedule.make_scheduler(self.optimizer)
         # Each save reuses the memory. It is not shared: a thread writes it, and containers often have 64 MB of that.
         on_cuda = device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(on_cuda, False, False, use_non_blocking_copy=on_cuda))
@@ -83,7 +83,8 @@ class Fsdp2Engine:
     def _accumulate_gradients(self, batch: Any) -> Tensor:
         """Compute the gradients of all micro-batches; their mean loss."""
         parts = self._config.gradient_accumulation
-        return mean_of([self._backward_part(one, at == parts) for at, one in enumerate(micro_batches(batch, parts), 1)])
+        losses = [self._backward_part(one, at == parts) for at, one in enumerate(micro_batches(batch, parts), 1)]
+        return average_losses(losses)
 
     def _backward_part(self, batch: Any, is_last: bool) -> Tensor:
         """Add the gradients of a micro-batch, which are reduced over ranks after the last one."""

@@ -19,7 +19,7 @@ from ..models.losses import mean_loss, pair_of
 from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine
 from .optimizers import LearningRateSchedule
-from .stages import ModelStage, from_last, logits_of_stages
+from .stages import ModelStage, broadcast_from_last, logits_of_stages
 
 
 class Fsdp2PipelineEngine(Fsdp2Engine):
@@ -70,7 +70,7 @@ class Fsdp2PipelineEngine(Fsdp2Engine):
         self._schedule.step(*args, target=labels if self._stage.is_last else None)
         self._add_tied_gradients()
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros((), device=self._device)
-        return from_last(loss, self._group)
+        return broadcast_from_last(loss, self._group)
 
     def _add_tied_gradients(self) -> None:
         """Add the tied matrix's gradient of the other end; a sum of two has the same bits in either order."""

@@ -65,7 +65,7 @@ class LearningRateSchedule:
     def __post_init__(self) -> None:
         assert 0 <= self.warmup_steps < self.total_steps
 
-    def factor(self, step: int) -> float:
+    def compute_factor(self, step: int) -> float:
         """In (0, 1] while training; 0 after the last step, unless it is constant."""
         if callable(self.shape):
             return self._call_own_function(step)
@@ -84,10 +84,10 @@ class LearningRateSchedule:
             raise UsageError(f"--schedule {text_of(self.shape)} gives {factor!r}, and a factor is a finite number")
         return float(factor)
 
-    def attach(self, optimizer: Optimizer) -> LambdaLR:
+    def make_scheduler(self, optimizer: Optimizer) -> LambdaLR:
         """Scheduler of the optimizer, to be stepped after each optimizer step. The lambda must be a plain function:
         LambdaLR would save the attributes of a callable object in the checkpoint."""
-        return LambdaLR(optimizer, lambda step: self.factor(step))
+        return LambdaLR(optimizer, lambda step: self.compute_factor(step))
 
 
 def schedule_for(total_steps: int, warmup_fraction: float, shape: Reference = "cosine") -> LearningRateSchedule:

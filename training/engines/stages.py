@@ -95,7 +95,7 @@ def names_of_stages(stage: nn.Module, group: ProcessGroup) -> tuple[list[str], f
     return list(dict.fromkeys(chain(*in_order))), frozenset(chain(*saved)) - {*mine[1]}
 
 
-def from_last(value: Tensor, group: ProcessGroup) -> Tensor:
+def broadcast_from_last(value: Tensor, group: ProcessGroup) -> Tensor:
     """Broadcast the last stage's value."""
     torch.distributed.broadcast(value, group=group, group_src=group.size() - 1)
     return value
@@ -112,6 +112,6 @@ def logits_of_stages(stage: ModelStage, inputs: Tensor, hidden: torch.dtype, gro
             torch.distributed.recv(inputs, group=group, group_src=(number - 1) % group.size())
         output = chunk(inputs)
         if chunk.is_last:
-            return from_last(output.float().contiguous(), group)
+            return broadcast_from_last(output.float().contiguous(), group)
         torch.distributed.send(output.contiguous(), group=group, group_dst=(number + 1) % group.size())
-    return from_last(torch.empty(*shape, VOCABULARY, device=device), group)
+    return broadcast_from_last(torch.empty(*shape, VOCABULARY, device=device), group)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, StoreError
 
-from ..checkpoints.locking import only_run
+from ..checkpoints.locking import lock_run
 from ..checkpoints.run_folder import resume_hint
 from ..checkpoints.storage import describe_os_error
 from ..checkpoints.weights import export_weights
@@ -24,7 +24,7 @@ os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
 def launch(config: TrainConfig) -> RunResult:
     """Train and write ``OUT/result.json``. Messages of failures during the run end with how to continue."""
     check_before_start(config)
-    with only_run(config) as lock:
+    with lock_run(config) as lock:
         try:
             if config.launcher == "ray":  # imported only for its own runs
                 from .ray_train import launch as launch_workers

@@ -13,15 +13,15 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..checkpoints.locking import check_no_other_run
-from ..checkpoints.run_folder import resume_folder
-from ..checkpoints.settings import lines_before_start
+from ..checkpoints.run_folder import find_resume_checkpoint
+from ..checkpoints.settings import list_resume_messages
 from ..checkpoints.weights import check_export, check_fits
 from ..config.model_names import folder_of
 from ..config.references import first_line, import_function, is_function, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import dataset_of, length_of
-from ..data.texts import lines_of_text
+from ..data.texts import list_tokenizer_messages
 from ..engines.optimizers import make_optimizer, make_schedule
 from ..loop.result import check_result_file
 from ..models.zoo import TrainableModel, spec_of
@@ -39,21 +39,21 @@ def check_before_start(config: TrainConfig) -> None:
 
 def check_run(config: TrainConfig, *, with_data: bool = True) -> list[str]:
     """Messages about the checkpoint to resume. Raises CkptError for a run that would fail on every worker."""
-    checkpoint = resume_folder(config)
+    checkpoint = find_resume_checkpoint(config)
     check_result_file(config.out)
     if config.recipe is not None:
         ckpt_tools.show_recipe(config.recipe)
     check_export(config)
-    lines = lines_before_start(config, checkpoint) + lines_of_text(config)
+    lines = list_resume_messages(config, checkpoint) + list_tokenizer_messages(config)
     parts = _checked_parts(config) if with_data else None
     model = check_frameworks(config)
     if model is not None:
         check_fits(config, model, checkpoint)
     own = any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics)))
     if parts and (own or config.keep_best):
-        from .first_batch import try_out  # its imports take a second
+        from .first_batch import try_first_batch  # its imports take a second
 
-        try_out(config, checkpoint, *parts)
+        try_first_batch(config, checkpoint, *parts)
     return lines
 
 
@@ -75,8 +75,8 @@ def check_frameworks(config: TrainConfig) -> nn.Module | None:
     model = None if is_function(config.model) else _build_on_meta(config)
     # The others cannot fail, and to make an optimizer imports torch's compiler, which takes seconds.
     if model is not None and (is_function(config.optimizer) or config.optimizer_arg):
-        make_optimizer(config, model.parameters(), torch.device("meta"))
-    make_schedule(config, 2).factor(0)
+        make_optimizer(config, model.list_parameter_groups(), torch.device("meta"))
+    make_schedule(config, 2).compute_factor(0)
     for each in config.callback:
         import_function(each, "callback")
     if config.launcher != "ray" or "RAY_ADDRESS" not in os.environ:  # a remote cluster's machines are asked when joined

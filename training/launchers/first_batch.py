@@ -24,7 +24,7 @@ from ..data.loading import Batches, EpochPosition, held_out_batches
 from ..engines.base import micro_batches
 from ..engines.optimizers import make_optimizer
 from ..engines.parallel import check_length
-from ..loop.evaluation import check_best, check_metric, metrics_of
+from ..loop.evaluation import check_keep_best, check_metric, metrics_of
 from ..models.zoo import spec_of
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ ONLY_WITH_VALUES = (
 )
 
 
-def try_out(
+def try_first_batch(
     config: TrainConfig, checkpoint: Path | str | None, samples: Dataset[Any], held_out: Dataset[Any] | None
 ) -> None:
     """Make model and optimizer, compare the model with the checkpoints to start from, and compute loss and metrics of
@@ -81,7 +81,7 @@ def _compute_once(
         check_fits(config, built.module, checkpoint)
     if config.tp > 1:
         built.module.register_forward_pre_hook(partial(check_length, config.tp))
-    make_optimizer(config, built.parameters(), torch.device("meta"))
+    make_optimizer(config, built.list_parameter_groups(), torch.device("meta"))
 
     def model(*inputs: Any, **named: Any) -> Any:
         return built.module(*inputs, **named)
@@ -96,11 +96,11 @@ def _compute_once(
         )
     metrics = metrics_of(config.metrics, built.loss)
     if held_out is None:
-        check_best(config, {})
+        check_keep_best(config, {})
         return
     built.module.eval()
     with torch.no_grad(), named_failures(config.model, "model"):
         values = metrics(model, held_out[0])
-    check_best(config, values)
+    check_keep_best(config, values)
     for name, value in values.items():
         check_metric(name, value, held_out[1])

@@ -59,8 +59,8 @@ def _to_failure(rank: int, error: BaseException) -> RankFailure:
     return RankFailure.from_lost_process(rank, lost) if lost else RankFailure.from_error(rank, error)
 
 
-def with_restarts(
-    config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: PrintLine, *, on_gpus: bool = False
+def run_with_restarts(
+    config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], print_line: PrintLine, *, on_gpus: bool = False
 ) -> tuple[TrainConfig, Outcome]:
     """Result of ``attempt`` and the configuration that succeeded. Raises CkptError after the last attempt."""
     current = config
@@ -70,22 +70,22 @@ def with_restarts(
         except AttemptFailedError as error:
             if number > config.max_restarts:
                 raise error.failure.to_error(config.out) from error
-            say(f"restart {number} of {config.max_restarts}: {error}")
-            current = config_after_failure(_for_the_next(config, say, on_gpus=on_gpus))
+            print_line(f"restart {number} of {config.max_restarts}: {error}")
+            current = config_after_failure(_wait_for_room(config, print_line, on_gpus=on_gpus))
     raise AssertionError("the loop returns or raises")
 
 
-def _for_the_next(config: TrainConfig, say: PrintLine, *, on_gpus: bool) -> TrainConfig:
+def _wait_for_room(config: TrainConfig, print_line: PrintLine, *, on_gpus: bool) -> TrainConfig:
     """Wait for machines. Without ``min_workers``, Ray itself waits until all workers fit."""
     if config.min_workers is None:
         return config
     is_said = False
     while (smaller := shrink_to_room(config, room := _count_room(on_gpus=on_gpus))) is None:
         if not is_said:
-            say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
+            print_line(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
         is_said = True
         time.sleep(WAIT_SECONDS)
-    say(f"continuing with {smaller.num_workers} of {config.num_workers} workers")
+    print_line(f"continuing with {smaller.num_workers} of {config.num_workers} workers")
     return smaller
 
 
@@ -107,7 +107,7 @@ def _count_room(*, on_gpus: bool) -> int:
 
     asking = ray.remote(num_cpus=0, max_retries=0)(do_nothing)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    answers = [asking.options(scheduling_strategy=on_node(node["NodeID"])).remote() for node in nodes]
+    answers = [asking.options(scheduling_strategy=schedule_on_node(node["NodeID"])).remote() for node in nodes]
     needed = ("CPU", "GPU") if on_gpus else ("CPU",)
     rooms = [int(min(node["Resources"].get(name, 0) for name in needed)) for node in nodes]
     return sum(room for room, answer in zip(rooms, answers, strict=True) if _has_answered(answer))
@@ -121,7 +121,7 @@ def _has_answered(task: Any) -> bool:
     return True
 
 
-def placement_groups() -> set[str]:
+def list_placement_groups() -> set[str]:
     """Identifiers of the placement groups that this driver, or an actor for it, has made and not removed. Empty in an
     actor, as in a trial of Ray Tune: other trials make theirs for the same driver."""
     context = ray.get_runtime_context()
@@ -139,13 +139,13 @@ def remove_placement_groups(names: Iterable[str]) -> None:
         ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
 
 
-def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+def schedule_on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
-def on_this_node() -> NodeAffinitySchedulingStrategy:
+def schedule_on_this_node() -> NodeAffinitySchedulingStrategy:
     """Scheduling on the node of the command, for actors that live as long as it."""
-    return on_node(ray.get_runtime_context().get_node_id())
+    return schedule_on_node(ray.get_runtime_context().get_node_id())
 
 
 def watch_stop_requests(stop: Queue) -> Callable[[], bool]:

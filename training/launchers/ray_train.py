@@ -31,7 +31,7 @@ from ckpt_tools.process.guard import guard_processes
 from ckpt_tools.process.signals import block_signals_while_starting
 
 from ..checkpoints.locking import LostStorageError, RunLock
-from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
+from ..checkpoints.run_folder import CHECKPOINTS, find_resume_checkpoint, remove_shards
 from ..checkpoints.storage import file_system
 from ..config.train_config import TrainConfig
 from ..loop.loop import FinishedRun, StoppedRun, train
@@ -45,11 +45,11 @@ from .failures import BLAME_SECONDS, RankFailure
 from .ray_restarts import (
     AttemptFailedError,
     find_cause,
-    on_this_node,
-    placement_groups,
+    list_placement_groups,
     remove_placement_groups,
+    run_with_restarts,
+    schedule_on_this_node,
     watch_stop_requests,
-    with_restarts,
 )
 
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -61,25 +61,24 @@ RECORD_NAME = "checkpoint_manager_snapshot.json"  # Ray's record of a run, besid
 Outcome = FinishedRun | StoppedRun
 Result = TypeVar("Result")
 
-AT_ONCE = (KeyboardInterrupt, LostStorageError)
+ENDING_ERRORS = (KeyboardInterrupt, LostStorageError)
 """Exceptions that end a run while a thread waits for Ray; the process then ends without calling Ray."""
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run on Ray workers and write ``result.json``. Raises the error of the first failing rank."""
     started = time.perf_counter()
-    with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as (lines, printing):
+    with cluster(config.num_workers, keep_open=[lock.descriptor]), print_worker_lines(config) as (lines, printing):
         devices = _worker_devices(config)
-        stop, stop_requested = queue_here(), threading.Event()
+        stop, stop_requested = make_queue(), threading.Event()
         fit = partial(_run_attempt, devices=devices, lines=lines, stop=stop)
+        run = partial(run_with_restarts, config, fit, lambda line: lines.put(("print_line", line)), on_gpus=devices[0])
+        check = partial(_check_and_pass_stop, lock, printing, stop_requested, stop)
         with pass_on_signals(stop_requested.set):
-            last, trained = _in_thread(
-                partial(with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=devices[0]),
-                partial(_check_and_pass_stop, lock, printing, stop_requested, stop),
-            )
-    if isinstance(trained, StoppedRun):
-        raise RunStoppedError.after_checkpoint(trained.checkpoint)
-    result = RunResult.from_run(last, trained, time.perf_counter() - started)
+            last, outcome = _run_in_thread(run, check)
+    if isinstance(outcome, StoppedRun):
+        raise RunStoppedError.after_checkpoint(outcome.checkpoint)
+    result = RunResult.from_run(last, outcome, time.perf_counter() - started)
     result.write(config.out)
     return result
 
@@ -100,47 +99,48 @@ def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
             options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         with marking(), block_signals_while_starting():
             ray.init(**options)
-        with _ended_by(ray.shutdown):
+        with _call_at_end(ray.shutdown):
             yield
 
 
 @contextmanager
-def _ended_by(end: Callable[[], None]) -> Iterator[None]:
+def _call_at_end(end: Callable[[], None]) -> Iterator[None]:
     """Calls ``end`` after the block, but not if the run has to end at once: Ray does not respond while a thread waits
-    for it (:func:`_in_thread`). The guard ends a local cluster, a remote one ends the work of a driver that is gone."""
+    for it (:func:`_run_in_thread`). The guard ends a local cluster; a remote one ends the work of a lost driver."""
     with ExitStack() as ending:
         ending.callback(end)
         try:
             yield
-        except AT_ONCE:
+        except ENDING_ERRORS:
             ending.pop_all()
             raise
 
 
-def queue_here() -> Queue:
+def make_queue() -> Queue:
     """A queue on the machine of the command, as long as that lives."""
-    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_node()})
+    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": schedule_on_this_node()})
 
 
 @contextmanager
-def printed_lines(config: TrainConfig) -> Iterator[tuple[Queue, Future[None]]]:
-    """A queue of what workers on any machine say, show or record here: the name of it, and the value. And the future of
-    its reader."""
-    lines = queue_here()
+def print_worker_lines(config: TrainConfig) -> Iterator[tuple[Queue, Future[None]]]:
+    """A queue of what workers on any machine print, show or record here: name of the method, and the value. And the
+    future of its reader."""
+    lines = make_queue()
 
     def end_printing() -> None:
         lines.put(None)
         printing.result()
         lines.shutdown()
 
-    with closing(ProgressDisplay()) as screen:
-        printing = run_in_background(partial(_print_until_none, lines, screen, MetricsWriter(config)))
-        with _ended_by(end_printing):
+    with closing(ProgressDisplay()) as display:
+        printing = run_in_background(partial(_print_until_none, lines, display, MetricsWriter(config)))
+        with _call_at_end(end_printing):
             yield lines, printing
 
 
-def _print_until_none(lines: Queue, screen: ProgressDisplay, journal: MetricsWriter) -> None:
-    calls: dict[str, Callable[[Any], None]] = {"say": screen.say, "show": screen.show, "record": journal.record}
+def _print_until_none(lines: Queue, display: ProgressDisplay, writer: MetricsWriter) -> None:
+    calls: dict[str, Callable[[Any], None]] = {"print_line": display.print_line, "show_status": display.show_status}
+    calls["record_metrics"] = writer.write_line
     with suppress(ray.exceptions.RayError):
         while (line := lines.get()) is not None:
             name, value = line
@@ -160,7 +160,7 @@ def _check_and_pass_stop(lock: RunLock, printing: Future[None], stop_requested: 
         run_in_background(partial(stop.put, True))
 
 
-def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
+def _run_in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
     """Result of ``call``, run in a thread so that this one handles signals: in the main thread Ray Train would handle
     SIGINT. ``check`` is called every second and may raise."""
     done = run_in_background(call)
@@ -186,13 +186,13 @@ def _worker_devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
 
 def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], lines: Queue, stop: Queue) -> Outcome:
     """One attempt. Raises AttemptFailedError."""
-    on_gpus, environment = devices
+    resume_from, (on_gpus, environment) = find_resume_checkpoint(config), devices
     if config.storage is None:
         # Ray would read its record of earlier starts, and refuse it if it names a removed checkpoint.
         (config.out / CHECKPOINTS / RECORD_NAME).unlink(missing_ok=True)
     trainer = ray.train.torch.TorchTrainer(
         _run_worker,
-        train_loop_config={"config": config, "resume_from": resume_folder(config), "lines": lines, "stop": stop},
+        train_loop_config={"config": config, "resume_from": resume_from, "lines": lines, "stop": stop},
         torch_config=ray.train.torch.TorchConfig(backend=backend_of("cuda" if on_gpus else "cpu")),
         scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=on_gpus),
         run_config=ray.train.RunConfig(
@@ -208,14 +208,14 @@ def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], line
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
-    known = placement_groups()
+    known = list_placement_groups()
     try:
         outcome: Outcome = trainer.fit().return_value
         return outcome
     except ray.train.WorkerGroupError as error:
         raise AttemptFailedError(find_cause(error.worker_failures)) from error
     except ray.train.TrainingFailedError as error:
-        remove_placement_groups(placement_groups() - known)
+        remove_placement_groups(list_placement_groups() - known)
         raise AttemptFailedError(RankFailure.from_error(0, getattr(error, "controller_failure", error))) from error
 
 
@@ -247,18 +247,18 @@ class _RayOutlet(Outlet):
         super().__init__(config)
         self._lines = lines
 
-    def report(self, values: Values) -> None:
+    def report_values(self, values: Values) -> None:
         ray.train.report(dict(values))
 
-    def announce(self, name: str, values: Values) -> None:
+    def announce_checkpoint(self, name: str, values: Values) -> None:
         mode = ray.train.CheckpointUploadMode.NO_UPLOAD
         ray.train.report(dict(values), self._checkpoint(name), checkpoint_upload_mode=mode)
 
-    def say(self, line: str) -> None:
-        self._lines.put(("say", line))
+    def print_line(self, line: str) -> None:
+        self._lines.put(("print_line", line))
 
-    def show(self, status: str) -> None:
-        self._lines.put(("show", status))
+    def show_status(self, status: str) -> None:
+        self._lines.put(("show_status", status))
 
 
 class RayFolderOutlet(_RayOutlet):
@@ -282,13 +282,13 @@ class RayStorageOutlet(_RayOutlet):
         self._uploaded: dict[str, ray.train.Checkpoint] = {}
         self._checkpoint = self._uploaded.pop
 
-    def begin(self, name: str) -> Path:
+    def begin_checkpoint(self, name: str) -> Path:
         if torch.distributed.get_rank() == 0:
             remove_shards(self._config, name)
         self._folders[name] = Path(tempfile.mkdtemp())
         return self._folders[name]
 
-    def finish(self, name: str) -> None:
+    def finish_checkpoint(self, name: str) -> None:
         """Upload. The checkpoint is complete when Ray has recorded it."""
         folder = self._folders.pop(name)
         try:
@@ -297,7 +297,7 @@ class RayStorageOutlet(_RayOutlet):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def record(self, figures: Mapping[str, Any]) -> None:
+    def record_metrics(self, figures: Mapping[str, Any]) -> None:
         """Send the values to the command, which writes to ``OUT``."""
-        self._lines.put(("record", dict(figures)))
+        self._lines.put(("record_metrics", dict(figures)))
         self.callbacks(figures)

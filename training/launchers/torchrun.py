@@ -28,8 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 from ckpt_tools.process.guard import guard_processes
 from ckpt_tools.process.signals import allow_signals, defer_signals
 
-from ..checkpoints.locking import RunLock, only_run
-from ..checkpoints.run_folder import config_after_failure, resume_folder
+from ..checkpoints.locking import RunLock, lock_run
+from ..checkpoints.run_folder import config_after_failure, find_resume_checkpoint
 from ..checkpoints.weights import export_weights
 from ..config import PACKAGE
 from ..config.train_config import TrainConfig
@@ -127,11 +127,11 @@ def run_rank_process(config: TrainConfig) -> NoReturn:
         if _count_restarts():
             config = config_after_failure(config)
             if leads:
-                _say_why_restarted(config, files)
+                _print_restart_reason(config, files)
         with ExitStack() as resources:
             if files is None:
                 if leads:
-                    resources.enter_context(only_run(config))
+                    resources.enter_context(lock_run(config))
                 resources.enter_context(resources.enter_context(guard_processes())())
             code = _run_checked_rank(config, request, files)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
@@ -158,7 +158,7 @@ def _count_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _say_why_restarted(config: TrainConfig, files: Path | None) -> None:
+def _print_restart_reason(config: TrainConfig, files: Path | None) -> None:
     """Print the last failure, whose record is emptied for the next one."""
     failure = files and _find_failure(config, files, _count_restarts() - 1)
     if files:
@@ -202,7 +202,7 @@ def run_rank(config: TrainConfig, device: torch.device, request: StopRequest | N
     """Run one rank of an existing process group; rank 0 writes ``result.json``, unless the run is stopped."""
     started = time.perf_counter()
     outlet = Outlet(config)
-    trained = train(config, device, resume_folder(config), outlet, request or StopRequest(None))
+    trained = train(config, device, find_resume_checkpoint(config), outlet, request or StopRequest(None))
     if isinstance(trained, StoppedRun):
         return trained
     if torch.distributed.get_rank() == 0:

@@ -92,7 +92,7 @@ def rename_loss(held_out: Mapping[str, Value]) -> dict[str, Value]:
     return {"held_out_loss" if name == "loss" else name: value for name, value in held_out.items()}
 
 
-def check_best(config: TrainConfig, held_out: Mapping[str, object]) -> None:
+def check_keep_best(config: TrainConfig, held_out: Mapping[str, object]) -> None:
     """Raises ``UsageError`` if no checkpoint has the metric of ``--keep-best``."""
     if config.keep_best is None:
         return

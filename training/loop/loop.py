@@ -30,7 +30,7 @@ from ..data.datasets import PARTS
 from ..data.loading import Batches, EpochPosition, dataset_of, length_of, seed_generators
 from ..engines import Engine, RunProgress, create_engine
 from ..engines.optimizers import LearningRateSchedule, make_schedule
-from .evaluation import Evaluation, Evaluator, check_best, metrics_of, rename_loss
+from .evaluation import Evaluation, Evaluator, check_keep_best, metrics_of, rename_loss
 from .measuring import StepLog, profile_steps, work_per_sample
 from .outlets import Outlet
 from .saving import CheckpointSaver, SaveRecord
@@ -54,11 +54,11 @@ class EpochMetrics:
         """Mean over the whole epoch, added in the order of steps, so resuming does not change the last bit."""
         return add_in_order(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
 
-    def line(self, last_epoch: int) -> str:
+    def format_line(self, last_epoch: int) -> str:
         held_out = "".join(f"  held-out {name} {value:.4f}" for name, value in self.held_out.items())
         return f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}{held_out}  {self.seconds:.1f} s"
 
-    def values(self) -> dict[str, float]:
+    def to_values(self) -> dict[str, float]:
         return {"epoch": self.epoch, "loss": self.mean_loss, **rename_loss(self.held_out)}
 
 
@@ -121,7 +121,7 @@ def _resume_engine(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Ru
     progress = engine.resume(checkpoint)
     if torch.distributed.get_rank() == 0:
         seconds = time.perf_counter() - started
-        outlet.record({"resumed": progress.name, "step": progress.step, "resume_seconds": seconds})
+        outlet.record_metrics({"resumed": progress.name, "step": progress.step, "resume_seconds": seconds})
     return progress
 
 
@@ -183,9 +183,9 @@ class TrainingRun:
                 history.append(self.run_epoch())
                 self.stop_between_epochs()
         except _StopAgreedError:
-            self.saver.collect()
+            self.saver.finish_pending()
             return StoppedRun(self.saved.name if self.saved.step else None)
-        self.saver.collect()
+        self.saver.finish_pending()
         evaluation = self.last_evaluation if history else self.evaluate()
         return FinishedRun(self.progress, tuple(history), evaluation, tuple(self.saver.records))
 
@@ -207,24 +207,25 @@ class TrainingRun:
         seconds = time.perf_counter() - started
         epoch, held_out = before.epoch + 1, {} if evaluation is None else evaluation.values
         metrics = EpochMetrics(epoch, losses, held_out, seconds, before.batch, before.loss_sum)
-        line = metrics.line(self.config.last_epoch)
+        line = metrics.format_line(self.config.last_epoch)
         if self.progress.batch == self.steps:
             self.progress = RunProgress(epoch, self.progress.step)
-            self.record({**metrics.values(), "seconds": seconds})  # before the checkpoint: ``--keep-best`` reads it
+            values = metrics.to_values()
+            self.record_metrics({**values, "seconds": seconds})  # before the checkpoint: ``--keep-best`` reads it
             if self.config.saves_after_epoch(epoch) or self.is_due:
-                self.save(self.progress, metrics.values())
+                self.save(self.progress, values)
             else:
-                self.outlet.report(metrics.values())
+                self.outlet.report_values(values)
         else:
             line += f"  ended within it, after step {self.progress.step}"
         if self.leads:
-            self.outlet.say(line)
-        check_best(self.config, held_out)  # a model whose shapes depend on values was not tried before the start
+            self.outlet.print_line(line)
+        check_keep_best(self.config, held_out)  # a model whose shapes depend on values was not tried before the start
         return metrics
 
-    def record(self, figures: Mapping[str, float]) -> None:
+    def record_metrics(self, figures: Mapping[str, float]) -> None:
         if self.leads:
-            self.outlet.record({"step": self.progress.step, **figures})
+            self.outlet.record_metrics({"step": self.progress.step, **figures})
 
     def train_steps(self, before: RunProgress) -> list[Tensor]:
         """Train the rest of an epoch after ``before``; this rank's loss at each step."""
@@ -239,7 +240,7 @@ class TrainingRun:
             done = self.progress
             self.progress = replace(done, step=done.step + 1, batch=done.batch + 1, data=state)
             self.log.after_step(self.progress, losses[-1], self.saver.records, accuracy)
-            with self.log.meter.paused():
+            with self.log.meter.pause():
                 self.end_step()
             self.save_or_stop_if_due(before, losses)
             if self.has_last_step:
@@ -260,7 +261,7 @@ class TrainingRun:
         if every is not None and self.progress.step % every == 0 and not (ends or self.has_last_step):
             evaluation = self.evaluate()
             if evaluation is not None:
-                self.record(rename_loss(evaluation.values))
+                self.record_metrics(rename_loss(evaluation.values))
         if is_asked or (is_due and not ends):
             loss_sum = add_in_order(before.loss_sum, self.mean_over_ranks(losses))
             self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
@@ -285,18 +286,18 @@ class TrainingRun:
             self.saver.has_failed,
         )
         if has_failed or not is_busy:
-            self.saver.collect(has_failed=has_failed)
+            self.saver.finish_pending(has_failed=has_failed)
         return is_asked, is_time
 
     def save(self, progress: RunProgress, values: dict[str, float]) -> None:
-        with self.log.meter.paused():
+        with self.log.meter.pause():
             self.saver.save(progress, {"step": progress.step, **values})
         self.saved = self.progress
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate the held-out samples, if there are any, divided among the ranks with different samples."""
         if self.evaluator is not None:
-            with self.log.meter.paused():
+            with self.log.meter.pause():
                 self.last_evaluation = self.evaluator(self.engine)
         return self.last_evaluation
 

@@ -31,7 +31,7 @@ SHOWN_SECONDS = 0.5  # minimum time between two statuses on the screen; every me
 PEAK_TFLOPS = {"A100": 312, "H100 PCIe": 756, "H100": 989, "H200": 989, "L40S": 362, "B200": 2250}
 """Dense peak in bf16 and fp16 by a part of the GPU's name, from NVIDIA's data sheets."""
 
-BACKWARD = 2  # times the arithmetic of the forward pass
+BACKWARD_RATIO = 2  # times the arithmetic of the forward pass
 
 
 def work_per_sample(config: TrainConfig, batch: Any) -> dict[str, float]:
@@ -65,7 +65,7 @@ def count_flops(config: TrainConfig, batch: Any) -> float:
     except Exception:
         # A model of the user's may raise anything.
         return 0.0
-    return float((1 + BACKWARD) * counter.get_total_flops())
+    return float((1 + BACKWARD_RATIO) * counter.get_total_flops())
 
 
 class SpeedMeter:
@@ -74,11 +74,11 @@ class SpeedMeter:
     def __init__(self) -> None:
         self._steps, self._seconds, self._since = 0, 0.0, time.perf_counter()
 
-    def count(self) -> None:
+    def count_step(self) -> None:
         self._steps += 1
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Leave out the time of the block."""
         self._seconds += time.perf_counter() - self._since
         try:
@@ -108,14 +108,14 @@ class StepLog:
 
     def after_step(self, progress: RunProgress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
         """Called after each step with this rank's mean loss; collective."""
-        self.meter.count()
+        self.meter.count_step()
         if progress.step % self._config.log_every == 0:
-            figures = self._measure(progress.step, loss)
+            figures = self._measure_step(progress.step, loss)
             if self._leads:
-                self._outlet.record(figures)
+                self._outlet.record_metrics(figures)
                 self._show_status(figures, saves, accuracy)
 
-    def _measure(self, step: int, loss: Tensor) -> dict[str, Any]:
+    def _measure_step(self, step: int, loss: Tensor) -> dict[str, Any]:
         """Line of ``metrics.jsonl``. ``loss`` is the mean over ranks, ``samples_per_second`` the rate since the last
         measurement; ``peak_rss`` and, with CUDA, ``cuda_peak`` are peak bytes of each rank. The loss is read before the
         time, because that waits for the device."""
@@ -126,7 +126,7 @@ class StepLog:
         return {
             "step": step,
             "loss": fmean(losses),
-            "learning_rate": self._config.learning_rate * self._schedule.factor(step - 1),
+            "learning_rate": self._config.learning_rate * self._schedule.compute_factor(step - 1),
             "samples_per_second": rate,
             **{name: each * rate for name, each in (self.work or {}).items()},
             "peak_rss": [int(each) for each in resident],
@@ -137,7 +137,8 @@ class StepLog:
         if (now := time.monotonic()) - self._shown_at >= SHOWN_SECONDS:
             self._shown_at = now
             left = (self._last_step - figures["step"]) * self._config.batch_size / figures["samples_per_second"]
-            self._outlet.show(format_status(figures, self._last_step, left, accuracy, saves[-1] if saves else None))
+            saved = saves[-1] if saves else None
+            self._outlet.show_status(format_status(figures, self._last_step, left, accuracy, saved))
 
 
 def format_status(
@@ -174,8 +175,8 @@ def peak_rss() -> int:
     return int(peak) * 1024
 
 
-SKIPPED, WARMUP, PROFILED = 1, 1, 5  # numbers of steps. The first one allocates, and the profiler is slow in its first.
-ROWS = 30
+SKIPPED_STEPS, WARMUP_STEPS, PROFILED_STEPS = 1, 1, 5  # the first step allocates; the profiler is slow in its first
+TABLE_ROWS = 30
 MAX_ALLOCATIONS = 100_000
 
 
@@ -190,21 +191,21 @@ def profile_steps(config: TrainConfig) -> Iterator[Callable[[], None]]:
     if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
     with profile(
-        schedule=schedule(wait=SKIPPED, warmup=WARMUP, active=PROFILED, repeat=1),
-        on_trace_ready=partial(_write, folder),
+        schedule=schedule(wait=SKIPPED_STEPS, warmup=WARMUP_STEPS, active=PROFILED_STEPS, repeat=1),
+        on_trace_ready=partial(_write_profile, folder),
         profile_memory=True,
         with_flops=True,
     ) as profiler:
         yield profiler.step
 
 
-def _write(folder: Path, profiler: profile) -> None:
+def _write_profile(folder: Path, profiler: profile) -> None:
     name = f"rank_{torch.distributed.get_rank()}"
     profiler.export_chrome_trace(str(folder / f"{name}.json"))
     averages = profiler.key_averages()
     flops = sum(event.flops for event in averages)
-    table = averages.table(sort_by="self_cpu_time_total", row_limit=ROWS)
-    (folder / f"{name}.txt").write_text(f"{flops:,} FLOPs of matrix products in {PROFILED} steps\n{table}\n")
+    table = averages.table(sort_by="self_cpu_time_total", row_limit=TABLE_ROWS)
+    (folder / f"{name}.txt").write_text(f"{flops:,} FLOPs of matrix products in {PROFILED_STEPS} steps\n{table}\n")
     if torch.cuda.is_available():
         torch.cuda.memory._dump_snapshot(str(folder / f"memory_{name}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -57,7 +57,7 @@ class MetricsWriter:
         self._out, self._tensorboard = config.out, config.tensorboard
         self._events: Any = None
 
-    def record(self, figures: Mapping[str, Any]) -> None:
+    def write_line(self, figures: Mapping[str, Any]) -> None:
         """Append a line. A kill may cut it off; readers skip such a line. Raises StoreError."""
         path = self._out / METRICS_NAME
         with report_failed_writes(path), path.open("a") as file:
@@ -100,44 +100,44 @@ Values = Mapping[str, float]  # measured values by name
 
 class Outlet:
     """Destination of a run's checkpoints and metrics: ``OUT/checkpoints``, which all ranks share, and
-    ``OUT/metrics.jsonl``, unless the launcher has another one. Every rank calls ``begin``, ``finish``, ``announce`` and
-    ``report`` in the same order; only the first rank calls the others."""
+    ``OUT/metrics.jsonl``, unless the launcher has another one. Every rank calls the methods of checkpoints and
+    ``report_values`` in the same order; only the first rank calls the others."""
 
     uploads = False
-    """Whether ``finish`` uploads files, which happens while training continues."""
+    """Whether ``finish_checkpoint`` uploads files, which happens while training continues."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.callbacks, self._journal, self._screen = Callbacks(config), MetricsWriter(config), ProgressDisplay()
+        self.callbacks, self._writer, self._display = Callbacks(config), MetricsWriter(config), ProgressDisplay()
         self._folder = config.out / CHECKPOINTS
 
-    def begin(self, name: str) -> Path:
+    def begin_checkpoint(self, name: str) -> Path:
         """An empty folder for this rank's shards of a checkpoint, under a name that marks it as unfinished."""
         if torch.distributed.get_rank() == 0:
             make_partial(self._folder, name)
         torch.distributed.barrier()
         return partial_folder(self._folder, name)
 
-    def finish(self, name: str) -> None:
+    def finish_checkpoint(self, name: str) -> None:
         """Called when this rank has written, on the first rank when all have; in another thread. The checkpoint gets
         its final name."""
         if torch.distributed.get_rank() == 0:
             partial_folder(self._folder, name).rename(self._folder / name)
 
-    def announce(self, name: str, values: Values) -> None:
+    def announce_checkpoint(self, name: str, values: Values) -> None:
         """Called with the latest values when the checkpoint is complete, which its name says already."""
 
-    def report(self, values: Values) -> None:
-        """Called after an epoch without a checkpoint; ``record`` gets the values too."""
+    def report_values(self, values: Values) -> None:
+        """Called after an epoch without a checkpoint; ``record_metrics`` gets the values too."""
 
-    def record(self, figures: Mapping[str, Any]) -> None:
+    def record_metrics(self, figures: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``, and call the callbacks with it."""
-        self._journal.record(figures)
+        self._writer.write_line(figures)
         self.callbacks(figures)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line for the user."""
-        self._screen.say(line)
+        self._display.print_line(line)
 
-    def show(self, status: str) -> None:
+    def show_status(self, status: str) -> None:
         """Show a status, which replaces the one before."""
-        self._screen.show(status)
+        self._display.show_status(status)

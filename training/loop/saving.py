@@ -67,24 +67,24 @@ class CheckpointSaver:
     def save(self, progress: RunProgress, values: Values) -> None:
         """Save a checkpoint, or begin to; collective. Waits for the previous save."""
         started = time.perf_counter()
-        self.collect()
+        self.finish_pending()
         waited = time.perf_counter() - started
-        folder = self._outlet.begin(progress.name)
-        write = partial(self._write, self._engine.prepare_save(progress, self._group), folder)
+        folder = self._outlet.begin_checkpoint(progress.name)
+        write = partial(self._write_shards, self._engine.prepare_save(progress, self._group), folder)
         if self._group is None:
             write()
             torch.distributed.barrier()
-            done = run_in_background(partial(self._finish, progress.name))
+            done = run_in_background(partial(self._complete_save, progress.name))
         else:
             # DCP's collectives ensure that the first rank returns only when all have written.
-            done = run_in_background(partial(self._finish, progress.name, write))
+            done = run_in_background(partial(self._complete_save, progress.name, write))
         record = SaveRecord(progress.name, progress.step, time.perf_counter() - started, waited, 0.0)
         self._pending = record, values, started, done
         self.saved_at = time.monotonic()
         if self._group is None and not self._outlet.uploads:
-            self.collect()
+            self.finish_pending()
 
-    def collect(self, *, has_failed: bool = False) -> None:
+    def finish_pending(self, *, has_failed: bool = False) -> None:
         """Wait for the background save and announce its checkpoint; collective. With ``has_failed``, some rank's save
         has failed, and the others are not awaited. Raises StoreError if it failed on any rank.
         """
@@ -95,23 +95,23 @@ class CheckpointSaver:
             wait([done])
         _check_all(begun.checkpoint, done)
         before, stalled = time.perf_counter(), begun.stall_seconds
-        self._outlet.announce(begun.checkpoint, values)
+        self._outlet.announce_checkpoint(begun.checkpoint, values)
         took = time.perf_counter() - before
         seconds = max(done.result() - started, stalled) + took
         self.records.append(replace(begun, stall_seconds=stalled + took, seconds=seconds))
         if torch.distributed.get_rank() == 0:
-            self._outlet.record(asdict(self.records[-1]))
-            remove_old(self._config)
+            self._outlet.record_metrics(asdict(self.records[-1]))
+            remove_old_checkpoints(self._config)
 
-    def _write(self, write: Save, folder: Path) -> None:
+    def _write_shards(self, write: Save, folder: Path) -> None:
         with report_failed_writes(folder):
             if torch.distributed.get_rank() == 0:
                 write_model_config(folder, self._config)
             write(folder)
 
-    def _finish(self, name: str, write: Callable[[], None] = lambda: None) -> float:
+    def _complete_save(self, name: str, write: Callable[[], None] = lambda: None) -> float:
         write()
-        self._outlet.finish(name)
+        self._outlet.finish_checkpoint(name)
         return time.perf_counter()
 
 
@@ -119,13 +119,13 @@ def run_in_background(call: Callable[[], Result]) -> Future[Result]:
     """Call in a daemon thread: a failing process does not wait for it, because its peers may be gone."""
     done: Future[Result] = Future()
 
-    def work() -> None:
+    def run_call() -> None:
         try:
             done.set_result(call())
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=run_call, daemon=True).start()
     return done
 
 
@@ -141,7 +141,7 @@ def _check_all(name: str, done: Future[float]) -> None:
             raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error
 
 
-def remove_old(config: TrainConfig) -> None:
+def remove_old_checkpoints(config: TrainConfig) -> None:
     """Remove the checkpoints in ``config.out`` that are neither among the newest nor the best. A warning says if the
     newest hold less than older ones, as after a change of the model: then all stay."""
     if config.keep_last is None:

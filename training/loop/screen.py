@@ -26,16 +26,16 @@ class ProgressDisplay:
     def __init__(self) -> None:
         self._start, self._last = line_start(), time.monotonic()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         print(self._start + line, flush=True)
 
-    def show(self, status: str) -> None:
+    def show_status(self, status: str) -> None:
         """Replace the status; on a terminal, the part that fits into its width."""
         if self._start:
             print(self._start + status[: shutil.get_terminal_size().columns - 1], end="", flush=True)
         elif time.monotonic() - self._last >= PLAIN_SECONDS:
             self._last = time.monotonic()
-            self.say(status)
+            self.print_line(status)
 
     def close(self) -> None:
         """Remove the last status, also that of a killed rank."""

@@ -27,7 +27,7 @@ from ..config.options import RESUME_LATEST
 from ..config.train_config import TrainConfig
 from .screen import line_start
 
-SAVING = (signal.SIGTERM, signal.SIGUSR1)
+SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command can continue later
 
 
@@ -57,7 +57,7 @@ class StopRequest:
         """Handle SIGTERM and SIGUSR1. A second SIGTERM changes nothing, because scheduler and agent may each send one.
         SIGINT ends the rank at once: its launcher uses it for that."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for number in SAVING:
+        for number in SAVING_SIGNALS:
             signal.signal(number, self._note_signal)
 
     def _note_signal(self, _number: int, _frame: FrameType | None) -> None:
@@ -72,7 +72,7 @@ def pass_on_signals(ask: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or signal.SIGTERM not in list_handled_signals():
         yield
         return
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in SAVING}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SAVING_SIGNALS}
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -86,18 +86,18 @@ def pass_on_signals(ask: Callable[[], None]) -> Iterator[None]:
             before[number](number, frame)
         received.append(number)
 
-    for number in SAVING:
+    for number in SAVING_SIGNALS:
         signal.signal(number, pass_on)
     try:
         yield
     finally:
-        for number in SAVING:
+        for number in SAVING_SIGNALS:
             signal.signal(number, before[number])
 
 
 def ignore_saving_signals() -> None:
     """Called in torchrun's agent, which would otherwise end its ranks before they have saved."""
-    for number in SAVING:
+    for number in SAVING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

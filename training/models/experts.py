@@ -73,10 +73,10 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         odds = self.router(x).float().softmax(-1)
-        parts, chosen = odds.topk(self.sizes.chosen)
-        parts = parts / parts.sum(-1, keepdim=True)
-        answers = self._feed_forward(x, chosen.flatten())
-        return (answers.unflatten(0, chosen.shape) * parts.unsqueeze(-1).to(x.dtype)).sum(-2), imbalance(odds, chosen)
+        shares, chosen = odds.topk(self.sizes.chosen)
+        shares = (shares / shares.sum(-1, keepdim=True)).unsqueeze(-1).to(x.dtype)
+        answers = self._feed_forward(x, chosen.flatten()).unflatten(0, chosen.shape)
+        return (answers * shares).sum(-2), compute_imbalance(odds, chosen)
 
     def _feed_forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Outputs of the chosen experts of each token, float [n * t * chosen, width]."""
@@ -86,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         return answers[order.argsort()]
 
 
-def imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
+def compute_imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
     """1 if tokens go evenly to the experts, experts / chosen if all go to the same; float32, 0-d. ``odds`` are float
     [n, t, experts], ``chosen`` int64 [n, t, chosen]. It is the mean over the n texts, so it does not depend on how
     texts are divided among workers and micro-batches."""
@@ -98,7 +98,7 @@ def imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
 class MixtureBlock(TransformerBlock):
     """One layer with experts."""
 
-    feed_forward_of = MixtureOfExperts
+    feed_forward_class = MixtureOfExperts
     feed_forward: MixtureOfExperts
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -110,9 +110,9 @@ class MixtureBlock(TransformerBlock):
 class MixtureModel(LanguageModel):
     """Bytes int64 [n, t] to logits of the next byte; in training mode also the auxiliary loss, 0-d."""
 
-    sizes_of = MixtureSizes
+    sizes_class = MixtureSizes
 
-    def new_layer(self, at: int) -> nn.Module:
+    def make_layer(self, at: int) -> nn.Module:
         assert isinstance(self.sizes, MixtureSizes)
         return MixtureBlock(self.sizes) if at % 2 else TransformerBlock(self.sizes)
 

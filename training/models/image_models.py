@@ -43,7 +43,7 @@ def build_model(layers: int = 10, heads: int = 2, width: int = 128, hidden: int 
     return model
 
 
-def vit_block() -> type[nn.Module]:
+def get_vit_block_class() -> type[nn.Module]:
     from torchvision.models.vision_transformer import EncoderBlock
 
     return EncoderBlock
@@ -58,7 +58,7 @@ def one_channel_patches(width: int) -> nn.Conv2d:
     return patches
 
 
-def resnet18() -> nn.Module:
+def build_resnet18() -> nn.Module:
     from torchvision import models
 
     model = models.resnet18(num_classes=NUM_CLASSES)
@@ -66,7 +66,7 @@ def resnet18() -> nn.Module:
     return model
 
 
-def resnet_block() -> type[nn.Module]:
+def get_resnet_block_class() -> type[nn.Module]:
     from torchvision.models.resnet import BasicBlock
 
     return BasicBlock

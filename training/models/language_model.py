@@ -77,14 +77,14 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """One layer: the unit that is sharded and checkpointed."""
 
-    feed_forward_of: Callable[..., nn.Module] = FeedForward
+    feed_forward_class: Callable[..., nn.Module] = FeedForward
 
     def __init__(self, sizes: LanguageModelSizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.width)
         self.attention = Attention(sizes)
         self.feed_forward_norm = nn.RMSNorm(sizes.width)
-        self.feed_forward = self.feed_forward_of(sizes)
+        self.feed_forward = self.feed_forward_class(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -94,20 +94,20 @@ class TransformerBlock(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes int64 [n, t] to logits of the next byte, float [n, t, VOCABULARY]."""
 
-    sizes_of: type[LanguageModelSizes] = LanguageModelSizes
+    sizes_class: type[LanguageModelSizes] = LanguageModelSizes
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
-        self.sizes = self.sizes_of(**sizes)
+        self.sizes = self.sizes_class(**sizes)
         width = self.sizes.width
         self.embed = nn.Embedding(VOCABULARY, width)
         nn.init.normal_(self.embed.weight, std=width**-0.5)
-        self.layers = nn.ModuleList(self.new_layer(at) for at in range(self.sizes.layers))
+        self.layers = nn.ModuleList(self.make_layer(at) for at in range(self.sizes.layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
-    def new_layer(self, at: int) -> nn.Module:
+    def make_layer(self, at: int) -> nn.Module:
         return TransformerBlock(self.sizes)
 
     def forward(self, tokens: Tensor) -> Tensor:

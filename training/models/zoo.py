@@ -44,7 +44,7 @@ class TrainableModel:
     loss: Loss = standard_loss
     groups: ParameterGroups = ()
 
-    def parameters(self) -> list[Mapping[str, Any]]:
+    def list_parameter_groups(self) -> list[Mapping[str, Any]]:
         """Groups of the parameters that are trained."""
         known = dict(self.module.named_parameters())
         if self.groups:
@@ -62,9 +62,9 @@ class ModelSpec:
 
 
 _BY_NAME: Mapping[str, tuple[Callable[..., nn.Module], Callable[[], type[nn.Module]]]] = {
-    "vit": (image_models.build_model, image_models.vit_block),
+    "vit": (image_models.build_model, image_models.get_vit_block_class),
     "cnn": (image_models.Cnn, lambda: image_models.ConvBlock),
-    "resnet18": (image_models.resnet18, image_models.resnet_block),
+    "resnet18": (image_models.build_resnet18, image_models.get_resnet_block_class),
     "lm": (LanguageModel, lambda: TransformerBlock),
     "lm-moe": (MixtureModel, lambda: TransformerBlock),
 }
@@ -88,7 +88,7 @@ def spec_of(config: TrainConfig) -> ModelSpec:
     if is_function(config.model):
         return ModelSpec(partial(_build_users_model, config.model, config.model_arguments))
     if (folder := folder_of(config.model)) is not None:
-        return _hugging_face(config, folder)
+        return _make_hugging_face_spec(config, folder)
     build, block = _BY_NAME[name := text_of(config.model)]
     blocks = (block(),)
     return _spec_of_blocks(partial(build, **config.model_arguments), blocks, () if name in WHOLE_FIRST else blocks)
@@ -139,7 +139,7 @@ def _name_groups(groups: Any, module: nn.Module, name: str) -> ParameterGroups:
     return named
 
 
-def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
+def _make_hugging_face_spec(config: TrainConfig, folder: Path) -> ModelSpec:
     """Causal language model of transformers from ``folder/config.json``, with the adapter of ``--lora``."""
     from transformers import AutoModelForCausalLM
 
@@ -156,13 +156,13 @@ def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
     return _spec_of_blocks(lambda: add_adapter(config, model_class(described)), blocks)
 
 
-ARGUMENTS = (
+LORA_ARGUMENTS = (
     "r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern rank_pattern "
     "alpha_pattern use_rslora init_lora_weights bias"
 )
 """Arguments of ``LoraConfig`` with which the result is the base model plus ``scale B A``."""
 
-INITIAL = (True, False, "gaussian")
+INITIAL_LORA_WEIGHTS = (True, False, "gaussian")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
 
 
@@ -171,9 +171,9 @@ def add_adapter(config: TrainConfig, module: nn.Module) -> nn.Module:
     arguments = parse_arguments(config.lora, "lora")
     if not arguments:
         return module
-    if unknown := sorted(arguments.keys() - {*ARGUMENTS.split()}):
-        raise UsageError(f"--lora {unknown[0]} is not taken; it is one of {', '.join(ARGUMENTS.split())}")
-    if (initial := arguments.get("init_lora_weights", True)) not in INITIAL:
+    if unknown := sorted(arguments.keys() - {*LORA_ARGUMENTS.split()}):
+        raise UsageError(f"--lora {unknown[0]} is not taken; it is one of {', '.join(LORA_ARGUMENTS.split())}")
+    if (initial := arguments.get("init_lora_weights", True)) not in INITIAL_LORA_WEIGHTS:
         raise UsageError(f"--lora init_lora_weights is true, false or gaussian, not {initial!r}")
     from peft import LoraConfig, get_peft_model
 

@@ -77,7 +77,7 @@ class ComparisonCase:
         """Options of its run, without its folder and without credentials: they are written to a file."""
         return [mask_secrets(each) for each in replace(self.config, out=Path("run")).to_args()]
 
-    def record(self) -> None:
+    def write_record(self) -> None:
         (self.config.out / CASE_NAME).write_text(json.dumps({"args": self.args, "figures": self.figures}) + "\n")
 
     def read_record(self) -> None:
@@ -154,7 +154,7 @@ def _run_case(case: ComparisonCase) -> None:
     click.echo(f"{case.name}:")
     shutil.rmtree(case.config.out, ignore_errors=True)
     case.config.out.mkdir(parents=True)
-    case.record()
+    case.write_record()
     try:
         _run_command(case.config)
         trained = (case.config.out / "result.json").read_bytes()
@@ -164,7 +164,7 @@ def _run_case(case: ComparisonCase) -> None:
     except CkptError as error:
         click.echo(f"{case.name} failed: {error}", err=True)
         case.error = str(error)
-    case.record()
+    case.write_record()
 
 
 def _run_command(config: TrainConfig, stdout: int | None = None) -> None:

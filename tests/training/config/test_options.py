@@ -178,6 +178,6 @@ def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path):
 )
 def test_factors_of_a_short_run(shape, factors):
     schedule = LearningRateSchedule(2, 6, shape)
-    assert [schedule.factor(step) for step in range(7)] == pytest.approx(factors, abs=1e-6)
-    assert LearningRateSchedule(2, 6).factor(3) == pytest.approx(0.853553, abs=1e-6)
+    assert [schedule.compute_factor(step) for step in range(7)] == pytest.approx(factors, abs=1e-6)
+    assert LearningRateSchedule(2, 6).compute_factor(3) == pytest.approx(0.853553, abs=1e-6)
     assert schedule_for(1, 0.5) == LearningRateSchedule(0, 1), "a run of one step has no warm-up"

@@ -29,7 +29,7 @@ from tests.training.jobs import (
 from training.engines import create_engine
 from training.engines.optimizers import schedule_for
 from training.engines.parallel import split_experts
-from training.models.experts import Experts, MixtureModel, MixtureOfExperts, MixtureSizes, imbalance
+from training.models.experts import Experts, MixtureModel, MixtureOfExperts, MixtureSizes, compute_imbalance
 from training.models.language_model import CONTEXT
 
 WIDE, NARROW = 4, 2
@@ -74,14 +74,14 @@ def by_hand(mixture: MixtureOfExperts, token: Tensor) -> Tensor:
 def test_the_balance_is_one_if_experts_are_used_evenly_and_does_not_depend_on_the_batch():
     even = torch.full((1, SIZES.experts, SIZES.experts), 1 / SIZES.experts)
     pairs = torch.tensor([[[0, 1], [2, 3], [1, 0], [3, 2]]])
-    assert imbalance(even, pairs).item() == pytest.approx(1.0)
+    assert compute_imbalance(even, pairs).item() == pytest.approx(1.0)
     same = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, SIZES.experts, SIZES.experts)
-    assert imbalance(same, same.topk(SIZES.chosen).indices).item() == SIZES.experts / SIZES.chosen
+    assert compute_imbalance(same, same.topk(SIZES.chosen).indices).item() == SIZES.experts / SIZES.chosen
     torch.manual_seed(0)
     odds = torch.randn(4, CONTEXT, SIZES.experts).softmax(-1)
     chosen = odds.topk(SIZES.chosen).indices
-    halves = [imbalance(*half) for half in zip(odds.chunk(2), chosen.chunk(2), strict=True)]
-    torch.testing.assert_close(torch.stack(halves).mean(), imbalance(odds, chosen))
+    halves = [compute_imbalance(*half) for half in zip(odds.chunk(2), chosen.chunk(2), strict=True)]
+    torch.testing.assert_close(torch.stack(halves).mean(), compute_imbalance(odds, chosen))
 
 
 def test_the_balance_reaches_the_router():

@@ -17,7 +17,7 @@ from ckpt_tools.errors import StoreError
 from tests.training.jobs import by_ray, check_same_end, losses, result_of, small_config
 from training.config.train_config import TrainConfig
 from training.launchers.failures import RankFailure, RunFailedError
-from training.launchers.ray_restarts import AttemptFailedError, shrink_to_room, with_restarts
+from training.launchers.ray_restarts import AttemptFailedError, run_with_restarts, shrink_to_room
 
 
 @pytest.mark.parametrize(("engine", "workers"), [("fsdp2", 1), pytest.param("zero3", 2, marks=pytest.mark.soak)])
@@ -102,7 +102,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path, small_run):
 # Ray keeps the placement group of an actor that is gone, as of a controller whose worker was lost while it started.
 LEFT = """
 import ray
-from training.launchers.ray_restarts import placement_groups, remove_placement_groups
+from training.launchers.ray_restarts import list_placement_groups, remove_placement_groups
 
 @ray.remote(num_cpus=0)
 class Controller:
@@ -113,7 +113,7 @@ ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 controller = Controller.remote()
 ray.get(controller.reserve.remote())
 ray.kill(controller)
-remove_placement_groups(placement_groups())
+remove_placement_groups(list_placement_groups())
 ray.get(ray.util.placement_group([{"CPU": 1}]).ready(), timeout=60)
 """
 
@@ -160,10 +160,10 @@ def test_each_restart_is_said_and_the_last_failure_or_first_success_ends_the_run
     said: list[str] = []
     failing = attempts(*[failure("ValueError", word) for word in ("one", "two", "three")])
     with pytest.raises(RunFailedError, match=r"^rank 1 failed with ValueError: three \(see "):
-        with_restarts(config, failing, said.append)
+        run_with_restarts(config, failing, said.append)
     words = {1: "one", 2: "two"}
     assert said == [f"restart {n} of 2: rank 1 failed with ValueError: {word}" for n, word in words.items()]
     resumed = replace(config, resume="auto")
-    assert with_restarts(config, attempts(failure("OSError", "gone"), 7), print) == (resumed, 7)
+    assert run_with_restarts(config, attempts(failure("OSError", "gone"), 7), print) == (resumed, 7)
     with pytest.raises(StoreError, match=r"^full$"):
-        with_restarts(replace(config, max_restarts=0), attempts(failure("StoreError", "full"), 7), print)
+        run_with_restarts(replace(config, max_restarts=0), attempts(failure("StoreError", "full"), 7), print)

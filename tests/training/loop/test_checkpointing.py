@@ -29,13 +29,13 @@ from tests.training.jobs import (
     tiny_config,
     train_each,
 )
-from training.checkpoints.locking import only_run
-from training.checkpoints.run_folder import resume_folder, saved_checkpoints
-from training.checkpoints.settings import check_settings, lines_before_start
+from training.checkpoints.locking import lock_run
+from training.checkpoints.run_folder import find_resume_checkpoint, saved_checkpoints
+from training.checkpoints.settings import check_settings, list_resume_messages
 from training.config.train_config import TrainConfig
 from training.loop.loop import FinishedRun, train
 from training.loop.outlets import Outlet
-from training.loop.saving import remove_old
+from training.loop.saving import remove_old_checkpoints
 
 CPU = torch.device("cpu")
 WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
@@ -157,19 +157,19 @@ class SendingOutlet(Outlet):
         self.steps, self.held = steps, held
         self.events: list[str] = []
 
-    def begin(self, name: str) -> Path:
+    def begin_checkpoint(self, name: str) -> Path:
         self.events.append(f"begin {name}")
-        return super().begin(name)
+        return super().begin_checkpoint(name)
 
-    def finish(self, name: str) -> None:
+    def finish_checkpoint(self, name: str) -> None:
         if self.held is None and torch.distributed.get_rank() == 1:
             raise OSError("the store is full")
         if name == self.held:
             self.steps.wait_for_another()
         self.events.append(f"sent {name}")
-        super().finish(name)
+        super().finish_checkpoint(name)
 
-    def announce(self, name: str, values: Mapping[str, float]) -> None:
+    def announce_checkpoint(self, name: str, values: Mapping[str, float]) -> None:
         self.events.append(f"announce {name}")
 
 
@@ -241,7 +241,7 @@ def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed, filled):
     (folder / mine / "notes.txt").write_text("mine")
     (folder / broken / ".metadata").unlink()
     (folder / ".epoch_0099.partial").mkdir()
-    remove_old(config)
+    remove_old_checkpoints(config)
     whole = sorted({*epochs, *within} - {broken})
     measured = accuracies.keys() & {*whole}
     best = {max(measured, key=lambda name: accuracies[name])} if measured else {*whole}
@@ -257,17 +257,17 @@ def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_asid
     folder = config.out / "checkpoints"
     (folder / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_results": []}')
     (folder / ".epoch_0011.partial").mkdir()
-    assert resume_folder(config) == resume_folder(latest) == folder / "epoch_0010"
+    assert find_resume_checkpoint(config) == find_resume_checkpoint(latest) == folder / "epoch_0010"
     (folder / "epoch_0010/__1_0.distcp").unlink()
-    assert resume_folder(config) == resume_folder(latest) == folder / names[2]
+    assert find_resume_checkpoint(config) == find_resume_checkpoint(latest) == folder / names[2]
     for one in (config, latest):
-        assert lines_before_start(one, None) == ["resuming epoch_0009_step_000046 (dcp, 2 ranks)"]
-    with only_run(config):
+        assert list_resume_messages(one, None) == ["resuming epoch_0009_step_000046 (dcp, 2 ranks)"]
+    with lock_run(config):
         assert capsys.readouterr().out == "epoch_0010 is not complete: renamed to epoch_0010.incomplete\n"
     left = {path.name for path in folder.iterdir() if path.is_dir()}
     assert left == {*names[:3], "epoch_0010.incomplete"}
     shutil.copytree(folder / "epoch_0010.incomplete", folder / "epoch_0010")
-    with pytest.raises(DestinationExistsError, match=r"epoch_0010\.incomplete exists already"), only_run(config):
+    with pytest.raises(DestinationExistsError, match=r"epoch_0010\.incomplete exists already"), lock_run(config):
         pass
 
 

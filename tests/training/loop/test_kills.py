@@ -23,7 +23,7 @@ import ckpt_tools
 from fixtures.launch import free_port
 from tests.training.jobs import NUM_WORKERS, result_of, train_each
 from tests.training.watched import Watched, watched
-from training.checkpoints.locking import only_run
+from training.checkpoints.locking import lock_run
 from training.checkpoints.run_folder import saved_checkpoints
 from training.config.options import LauncherName
 from training.config.train_config import EngineName, TrainConfig
@@ -186,7 +186,7 @@ def check_goes_on_to_the_same_end(start: Start, out: Path, whole: Path) -> None:
     last = int((newest(out) or "epoch_0000")[6:10]) + 1
     rest = replace(start.config(out, until=last), launcher="torchrun")
     plain = replace(rest, out=whole, save_every=last, save_every_steps=None)
-    with only_run(rest):
+    with lock_run(rest):
         assert not list((out / "checkpoints").glob(".epoch*"))
     train_each(rest, plain)
     ours, theirs = result_of(out), result_of(whole)

@@ -15,7 +15,7 @@ from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH, losses, tin
 from training.config.train_config import TrainConfig
 from training.data.datasets import TensorSamples
 from training.loop.evaluation import CHUNK, PREDICTED, Evaluator, metrics_of
-from training.loop.measuring import PROFILED, SKIPPED, WARMUP, profile_steps, work_per_sample
+from training.loop.measuring import PROFILED_STEPS, SKIPPED_STEPS, WARMUP_STEPS, profile_steps, work_per_sample
 from training.loop.screen import PLAIN_SECONDS, ProgressDisplay
 from training.models.losses import standard_loss
 
@@ -78,7 +78,7 @@ def test_a_plain_line_comes_every_few_seconds(capsys, monkeypatch):
     monkeypatch.setattr("training.loop.screen.time.monotonic", lambda: now)
     screen = ProgressDisplay()
     for _ in range(11):
-        screen.show("step 120/600")
+        screen.show_status("step 120/600")
         now += PLAIN_SECONDS / 5
     screen.close()
     assert capsys.readouterr().out == 2 * "step 120/600\n"
@@ -88,14 +88,14 @@ def test_a_plain_line_comes_every_few_seconds(capsys, monkeypatch):
 def test_a_profile_is_a_trace_of_some_steps(tmp_path):
     config = TrainConfig(out=tmp_path / "run", strategy="ddp", profile=True)
     with profile_steps(config) as end_step:
-        for _ in range(SKIPPED + WARMUP + PROFILED + 2):
+        for _ in range(SKIPPED_STEPS + WARMUP_STEPS + PROFILED_STEPS + 2):
             torch.ones(32, 32) @ torch.ones(32, 32)
             end_step()
     trace = json.loads((tmp_path / "run/profile/rank_0.json").read_text())
     names = [event["name"] for event in trace["traceEvents"]]
-    assert names.count("aten::matmul") == PROFILED
+    assert names.count("aten::matmul") == PROFILED_STEPS
     summary = (tmp_path / "run/profile/rank_0.txt").read_text()
-    assert summary.startswith(f"{PROFILED * 2 * 32**3:,} FLOPs of matrix products in {PROFILED} steps\n")
+    assert summary.startswith(f"{PROFILED_STEPS * 2 * 32**3:,} FLOPs of matrix products in {PROFILED_STEPS} steps\n")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["profile"]
 
 

@@ -20,7 +20,7 @@ from tests.training.conftest import in_process
 from tests.training.jobs import result_of, train_each
 from tests.training.watched import Watched, watched
 from training.__main__ import main
-from training.checkpoints.locking import LOCK_NAME, PATIENCE_SECONDS, only_run
+from training.checkpoints.locking import LOCK_NAME, PATIENCE_SECONDS, lock_run
 from training.checkpoints.run_folder import saved_checkpoints
 from training.config.options import LauncherName
 from training.config.train_config import TrainConfig
@@ -61,7 +61,7 @@ def end(run: Watched, number: signal.Signals) -> None:
 
 def check_goes_on_exactly(rest: TrainConfig, whole: TrainConfig) -> None:
     """What is left is resumed for two epochs, and does in them what a run does that nobody stopped."""
-    with only_run(rest):
+    with lock_run(rest):
         assert not list((rest.out / "checkpoints").glob(".epoch*"))
     if rest.export is None:
         train_each(rest)
@@ -83,7 +83,7 @@ def check_command(config: TrainConfig) -> None:
     assert ckpt_tools.verify(result.checkpoint, config.export).equal
     lines = [line for line in done.stdout.splitlines() if not line.startswith("step ")]  # of a busy machine
     assert lines[-4:] == [
-        *(epoch.line(config.until) for epoch in result.history),
+        *(epoch.format_line(config.until) for epoch in result.history),
         f"{result.correct} of 360 held-out samples right ({result.accuracy:.4f})",
         f"checkpoint: {config.out}/checkpoints/epoch_{config.until:04d}",
     ]
@@ -147,7 +147,7 @@ def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path):
         assert refused("--out", str(tmp_path), "--resume=latest").startswith(sentence)
         run.stop(signal.SIGKILL)
         assert not run.left_in_time()
-    with only_run(own):
+    with lock_run(own):
         assert not list((tmp_path / "checkpoints").glob(".epoch*"))
 
 
@@ -162,7 +162,7 @@ def refused(*args: str) -> str:
 def test_a_second_run_on_a_folder_is_refused(launcher, resume, tmp_path, monkeypatch):
     monkeypatch.setattr("training.checkpoints.locking.PATIENCE_SECONDS", 0.1)
     (tmp_path / "checkpoints/epoch_0001").mkdir(parents=True)
-    with only_run(config(tmp_path, launcher)):
+    with lock_run(config(tmp_path, launcher)):
         sentence = refused(f"--out={tmp_path}", f"--launcher={launcher}", *resume)
     assert f"another run is writing to {tmp_path} (process {os.getpid()} on {socket.gethostname()})" in sentence
     assert not (tmp_path / "torchrun.log").exists()
@@ -171,8 +171,8 @@ def test_a_second_run_on_a_folder_is_refused(launcher, resume, tmp_path, monkeyp
 KILLED = "import os, sys\n{take}\nprint('held', flush=True)\nos.kill(os.getpid(), 9)"
 TAKE = """
 from pathlib import Path; from training.config.train_config import TrainConfig
-from training.checkpoints.locking import only_run
-held = only_run(TrainConfig(out=Path(sys.argv[1]), engine='fsdp2')); held.__enter__()"""
+from training.checkpoints.locking import lock_run
+held = lock_run(TrainConfig(out=Path(sys.argv[1]), engine='fsdp2')); held.__enter__()"""
 
 
 def killed_while_it_holds(take: str, *args: str) -> None:
@@ -184,7 +184,7 @@ def test_the_lock_of_a_killed_run_keeps_nobody_out(tmp_path):
     killed_while_it_holds(TAKE, str(tmp_path))
     assert (tmp_path / LOCK_NAME).exists()
     started = time.monotonic()
-    with only_run(config(tmp_path, "torchrun")):
+    with lock_run(config(tmp_path, "torchrun")):
         assert time.monotonic() - started < PATIENCE_SECONDS
 
 
@@ -195,7 +195,7 @@ def test_only_what_a_killed_run_left_half_written_is_removed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "checkpoints/.epoch_0006.partial").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "checkpoints/.epoch_0007.partial").write_text("a file")
-    with only_run(config(tmp_path, "torchrun", resume=None)):
+    with lock_run(config(tmp_path, "torchrun", resume=None)):
         found = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert found == kept | {".epoch_0006.partial", ".epoch_0007.partial"}
     assert (tmp_path / "elsewhere").is_dir()

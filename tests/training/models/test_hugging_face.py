@@ -25,7 +25,7 @@ from training.checkpoints.weights import export_weights
 from training.config.options import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
-from training.data.texts import lines_of_text
+from training.data.texts import list_tokenizer_messages
 from training.launchers.checks import check_before_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -188,7 +188,7 @@ def test_a_folder_without_a_tokenizer_learns_bytes(tmp_path, capsys):
     assert bytes(pieces(config)[:, :-1].flatten().tolist()) == TEXT.encode()[: len(pieces(config)) * 64]
     check_before_start(config)
     assert f"{hub} has no tokenizer: the model learns the bytes of the text" in capsys.readouterr().out
-    assert lines_of_text(config_of(tmp_path, save_tokenizer(hub))) == []
+    assert list_tokenizer_messages(config_of(tmp_path, save_tokenizer(hub))) == []
 
 
 def with_code(folder: Path) -> None:
