@@ -60,14 +60,14 @@ def measure_startup(name: str, settings: RunSettings) -> list[str]:
             "plan, DCP of 128 experts in 48 layers to 18,432 tensors": [*CKPT_TOOLS, "plan", experts, out, *recipe],
         }
 
-        def run(command: Sequence[str]) -> Usage:
+        def run_command(command: Sequence[str]) -> Usage:
             """One thread of linear algebra, as our own command has it: the others of bare numpy wait busily."""
             for output in folder.glob("out.*"):
                 output.unlink()
             one_thread = {"OPENBLAS_NUM_THREADS": "1"}
             return measure_success(command, folder / "log", time_limit=settings.time_limit, env=one_thread)
 
-        turns = take_turns({name: partial(run, command) for name, command in commands.items()}, settings.runs)
+        turns = take_turns({name: partial(run_command, command) for name, command in commands.items()}, settings.runs)
     header = "command | wall | ratio | processor | ratio | memory"
     return make_table(header, (_startup_cells(name, usages, turns[BARE]) for name, usages in turns.items()))
 

@@ -37,11 +37,11 @@ from training.checkpoints.settings import RunProgress
 from training.config.train_config import TrainConfig
 from training.data.datasets import load_dataset, to_input
 from training.engines import create_engine
-from training.engines.optimizers import schedule_for
+from training.engines.optimizers import make_warmup_schedule
 from training.launchers.torchrun import run_rank
 from training.loop.outlets import Outlet
 from training.loop.saving import CheckpointSaver
-from training.models.zoo import spec_of
+from training.models.zoo import make_spec
 
 FSDP2_STEP, ZERO2_STEP, RESUME, STALL = "fsdp2-step", "zero2-step", "resume", "stall"
 PROMISED = {FSDP2_STEP: 1.05, ZERO2_STEP: 1.05, RESUME: 1.2, STALL: 0.2}
@@ -191,7 +191,7 @@ def _iter_batches(config: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
-    made = spec_of(config).make()
+    made = make_spec(config).make()
     model = made.module.to(_choose_device())
     for block in made.blocks:
         fully_shard(block)
@@ -217,7 +217,7 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     from training.engines.deepspeed_config import deepspeed_config
 
     join_process_group(_choose_device())
-    model = spec_of(config).make().module
+    model = make_spec(config).make().module
     options = deepspeed_config(config, config.num_workers)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -283,7 +283,7 @@ def _make_engine(settings: TurnSettings, folder: Path) -> Any:
     config = _make_config(
         folder, strategy="full_shard", model=f"hf:{folder / 'llama'}", dataset="text", batch_size=settings.ranks
     )
-    engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), _choose_device())
+    engine: Any = create_engine(config, make_warmup_schedule(10, 0.1, "cosine"), _choose_device())
     words = torch.zeros(1, 8, dtype=torch.int64, device=_choose_device())
     engine.step((words, words))
     return engine

@@ -99,7 +99,7 @@ def make_out(out: Path) -> None:
             pass
 
 
-def saved_checkpoints(out: Path) -> list[Path]:
+def list_saved_checkpoints(out: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first."""
     folders = [path for path in (out / CHECKPOINTS).glob("epoch_*") if is_checkpoint_name(path.name)]
     return sorted(folders, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
@@ -118,7 +118,7 @@ def find_resume_checkpoint(config: TrainConfig) -> Path | str | None:
                 "run, or give the path of one"
             )
         return None if newest is None else checkpoint_of(config, newest.name)
-    if saved_checkpoints(config.out) if config.storage is None else _list_checkpoints(config):
+    if list_saved_checkpoints(config.out) if config.storage is None else _list_checkpoints(config):
         raise DestinationExistsError(
             f"{config.storage or config.out} already holds checkpoints of a run; continue it with --resume "
             f"{RESUME_LATEST} or choose another {'--out' if config.storage is None else '--storage'}"
@@ -168,7 +168,7 @@ def describe_resume(config: TrainConfig) -> str | None:
 def set_aside_incomplete(config: TrainConfig) -> None:
     """Rename the incomplete checkpoints in ``out`` after the one that is resumed, because the run may need their names,
     and print so. Raises DestinationExistsError if a new name exists."""
-    newest, saved = find_newest_complete(config), saved_checkpoints(config.out)
+    newest, saved = find_newest_complete(config), list_saved_checkpoints(config.out)
     begin = 0 if newest is None else [path.name for path in saved].index(newest.name) + 1
     for path in saved[begin:]:
         aside = path.with_name(f"{path.name}.incomplete")

@@ -20,7 +20,7 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
-from ..models.zoo import base_model_of
+from ..models.zoo import unwrap_base_model
 from .collectives import leader_first
 from .settings import hint_at_convert
 from .storage import report_failed_writes
@@ -38,7 +38,7 @@ def load_first_weights(
         return
     with hint_at_convert(config.init_from):
         ckpt_tools.load_into(
-            base_model_of(config, model),
+            unwrap_base_model(config, model),
             None,
             config.init_from,
             elsewhere=elsewhere,

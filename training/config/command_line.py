@@ -22,7 +22,7 @@ from ckpt_tools.process.text_files import read_text
 from . import PACKAGE
 from .model_names import folder_of
 from .options import Option, describe_options, option_name
-from .references import entries_of, with_absolute_path
+from .references import format_arguments, make_path_absolute
 from .train_config import REFERENCES, TrainConfig
 
 CONFIGS = "configs"
@@ -57,7 +57,7 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
 def _as_typed(file: str, key: str, entry: Any, *, is_repeatable: bool) -> str | list[str]:
     """The entry as it would be typed, which click then checks as the command line. Raises ``click.BadParameter``."""
     if isinstance(entry, dict) and is_repeatable:
-        return entries_of(entry)
+        return format_arguments(entry)
     if isinstance(entry, list) != is_repeatable or isinstance(entry, dict):
         raise click.BadParameter(f"{file}: {key} is {'a list' if is_repeatable else 'one value'}, not {entry!r}")
     return list(map(str, entry)) if is_repeatable else str(entry)
@@ -156,8 +156,8 @@ def config_of(options: dict[str, Any]) -> TrainConfig:
     paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
     if options["init_from"] and "://" not in options["init_from"]:
         paths["init_from"] = str(Path(options["init_from"]).expanduser().absolute())
-    functions = {name: with_absolute_path(options[name]) for name in REFERENCES if name != "callback"}
-    functions["callback"] = tuple(map(with_absolute_path, options["callback"]))
+    functions = {name: make_path_absolute(options[name]) for name in REFERENCES if name != "callback"}
+    functions["callback"] = tuple(map(make_path_absolute, options["callback"]))
     return TrainConfig(**(options | paths | functions))
 
 

@@ -72,7 +72,7 @@ BY_NAME: Mapping[StrategyName, Strategy] = {
 }
 
 
-def chosen_strategy(strategy: StrategyName | None, engine: EngineName | None) -> Strategy:
+def choose_strategy(strategy: StrategyName | None, engine: EngineName | None) -> Strategy:
     """The strategy that ``--strategy`` and ``--engine`` select together. An engine alone shards fully; ``deepspeed``
     with a strategy of PyTorch's selects its twin. :mod:`.combinations` refuses contradictions."""
     name = strategy or ("full_shard" if engine in (None, "fsdp2", "deepspeed") else engine)
@@ -259,7 +259,7 @@ class RunOptions:
     @property
     def sharding(self) -> Strategy:
         """The strategy that ``strategy`` and ``engine`` select together."""
-        return chosen_strategy(self.strategy, self.engine)
+        return choose_strategy(self.strategy, self.engine)
 
     @property
     def model_arguments(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def recorded_name(reference: Reference) -> str:
     return f"{Path(file).stem}:{name}" if colon and file.endswith(PYTHON) else text_of(reference)
 
 
-def with_absolute_path(reference: Any) -> Any:
+def make_path_absolute(reference: Any) -> Any:
     """The reference with the absolute path of its file or folder, if it has one."""
     if isinstance(reference, str) and reference.startswith("hf:") and reference != "hf:":
         return f"hf:{Path(reference[3:]).absolute()}"
@@ -88,12 +88,12 @@ def call_function(reference: Reference, option: str, *values: Any, **named: Any)
     arguments."""
     function = import_function(reference, option)
     check_arguments(function, len(values), named, f"{option}-arg" if named else option)
-    with named_failures(reference, option):
+    with name_failures(reference, option):
         return function(*values, **named)
 
 
 @contextmanager
-def named_failures(reference: Reference, option: str) -> Iterator[None]:
+def name_failures(reference: Reference, option: str) -> Iterator[None]:
     """Errors within the block become a ``UsageError`` with the option and the place in the user's code."""
     try:
         yield
@@ -110,10 +110,10 @@ def first_line(error: BaseException) -> str:
 def describe_error(error: BaseException) -> str:
     """Type, first line and place of an error."""
     lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}{place_in(''.join(traceback.format_exception(error)))}"
+    return f"{type(error).__name__}: {lines[0]}{find_users_line(''.join(traceback.format_exception(error)))}"
 
 
-def place_in(details: str) -> str:
+def find_users_line(details: str) -> str:
     """File and line of the last call in the user's code, of a formatted traceback; empty if there is none."""
     calls = re.findall(r'File "([^"]+)", line (\d+)', details)
     users = [(file, line) for file, line in calls if not any(part in file for part in NOT_THE_USERS)]
@@ -178,7 +178,7 @@ def parse_arguments(entries: Sequence[str], option: str) -> dict[str, Any]:
     return arguments
 
 
-def entries_of(values: Mapping[str, Any]) -> list[str]:
+def format_arguments(values: Mapping[str, Any]) -> list[str]:
     """``NAME=VALUE`` of a table in a TOML file."""
     return [f"{name}={_toml_text(value)}" for name, value in values.items()]
 

@@ -31,7 +31,7 @@ from .datasets import Part, TensorSamples, load_dataset
 Collate = Callable[[list[Any]], Any]
 
 
-def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
+def make_dataset(config: TrainConfig, part: Part) -> Dataset[Any] | None:
     """One part of the dataset. A function of the user's gets the name of the part, and may have no held-out one.
     Raises ``UsageError``."""
     if not is_function(config.dataset):
@@ -67,7 +67,7 @@ def _check_iterable(config: TrainConfig, dataset: object, part: Part) -> None:
         raise UsageError("--loader-workers is at most 1 for an IterableDataset, whose samples have one order")
 
 
-def length_of(dataset: Dataset[Any]) -> int | None:
+def count_samples(dataset: Dataset[Any]) -> int | None:
     """Number of samples; None if the dataset has no length."""
     return len(dataset) if hasattr(dataset, "__len__") else None
 
@@ -108,7 +108,7 @@ class Batches:
     @cached_property
     def first_state(self) -> str | None:
         """State of an iterable dataset before its first sample, in which each epoch begins."""
-        return state_of(self.dataset)
+        return dump_state(self.dataset)
 
     def iterate_epoch(self, start: EpochPosition) -> Iterator[tuple[Any, str | None]]:
         """Batches on the device, and the state of the dataset after each."""
@@ -126,7 +126,7 @@ class Batches:
 
     def _list_batches(self, start: EpochPosition) -> list[list[int]]:
         """Numbers of the samples of each batch that is left of the epoch."""
-        length = length_of(self.dataset)
+        length = count_samples(self.dataset)
         assert length is not None
         whole = epoch_order(length, start.epoch + 1, self.config.seed)
         rows = rank_batches(whole, self.config.batch_size, self.rank, self.world_size)
@@ -143,7 +143,7 @@ class BatchedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
-        self._collate = collate_of(dataset)
+        self._collate = find_collate(dataset)
 
     def __getitems__(self, indices: list[int]) -> tuple[Any, None]:
         if isinstance(self._dataset, TensorSamples):
@@ -155,7 +155,7 @@ class BatchedDataset(Dataset[Any]):
         return self._dataset[index]
 
 
-def collate_of(dataset: Any) -> Collate:
+def find_collate(dataset: Any) -> Collate:
     """The dataset's own ``collate_fn``, or torch's."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -174,9 +174,9 @@ class BatchedStream(IterableDataset[Any]):
         self._start, self._first_state = start, batches.first_state
 
     def __iter__(self) -> Iterator[tuple[Any, str | None]]:
-        samples, collate = self._iterate_samples(self._restore_state()), collate_of(self._dataset)
+        samples, collate = self._iterate_samples(self._restore_state()), find_collate(self._dataset)
         while len(batch := list(islice(samples, self._size))) == self._size:
-            yield collate(batch[self._rows]), state_of(self._dataset)
+            yield collate(batch[self._rows]), dump_state(self._dataset)
 
     def _restore_state(self) -> int:
         """Set the dataset's epoch and state; the number of its first sample."""
@@ -204,7 +204,7 @@ class BatchedStream(IterableDataset[Any]):
                 yield sample
 
 
-def state_of(dataset: Any) -> str | None:
+def dump_state(dataset: Any) -> str | None:
     """State of an iterable dataset as JSON, which every checkpoint format keeps. Raises ``UsageError``."""
     state = dataset.state_dict() if hasattr(dataset, "state_dict") else None
     try:

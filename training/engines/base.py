@@ -56,7 +56,7 @@ class Engine(Protocol):
         """Release the framework's resources."""
 
 
-def micro_batches(batch: Any, parts: int) -> list[Any]:
+def split_batch(batch: Any, parts: int) -> list[Any]:
     """The batch cut into parts of equal size."""
     if parts == 1:
         return [batch]
@@ -85,7 +85,7 @@ def read_scheduler_state(entries: Mapping[str, Any], checkpoint: Path | str) -> 
     return state
 
 
-def own_group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+def get_own_group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Peak learning rate, weight decay and ``fused`` of each group of a new optimizer."""
     names = ("initial_lr", "weight_decay", "fused")
     groups = ({"initial_lr": group["lr"], **group} for group in optimizer.param_groups)

@@ -20,7 +20,7 @@ from ckpt_tools import load_into
 from ..checkpoints.settings import SETTINGS_ENTRY, hint_at_convert
 from ..checkpoints.weights import converted_copy, load_first_weights
 from ..config.train_config import TrainConfig
-from ..models.zoo import TrainableModel, spec_of
+from ..models.zoo import TrainableModel, make_spec
 from .base import (
     DTYPES,
     Metrics,
@@ -28,11 +28,11 @@ from .base import (
     Save,
     apply_settings,
     average_losses,
+    get_own_group_values,
     is_loaded_by_deepspeed,
-    micro_batches,
-    own_group_values,
     read_progress,
     read_scheduler_state,
+    split_batch,
 )
 from .blocks import RunningAverages, build_in_blocks, prepare_block, set_training
 from .deepspeed_config import deepspeed_config
@@ -60,7 +60,7 @@ class DeepSpeedEngine:
             config=options,
             lr_scheduler=schedule.make_scheduler,
         )
-        self._own_values = own_group_values(self._engine.lr_scheduler.optimizer)
+        self._own_values = get_own_group_values(self._engine.lr_scheduler.optimizer)
         if (config.sharding.stage, config.pp, self._dtype) == (0, 1, torch.float32):
             # A state dict has numbers; names are in its groups, as torch adds them for named parameters.
             names = {parameter: name for name, parameter in self._engine.module.named_parameters()}
@@ -82,7 +82,7 @@ class DeepSpeedEngine:
 
         # A partitioned block cannot be loaded, so each rank loads the whole model first.
         later = in_parts and config.init_from is not None
-        model = build_in_blocks(config, spec_of(config), (lambda block: None) if later else on_block)
+        model = build_in_blocks(config, make_spec(config), (lambda block: None) if later else on_block)
         load_first_weights(config, model.module)
         for block in model.blocks if later else ():
             on_block(block)
@@ -98,7 +98,7 @@ class DeepSpeedEngine:
     def step(self, batch: Any) -> Tensor:
         set_training(self._engine.module)
         losses = []
-        for part in micro_batches(batch, self._config.gradient_accumulation):
+        for part in split_batch(batch, self._config.gradient_accumulation):
             loss = self.loss(self._call_engine, part)
             self._engine.backward(loss)
             self._engine.step()

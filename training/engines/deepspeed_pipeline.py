@@ -23,12 +23,12 @@ from ckpt_tools import load_into
 
 from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
-from ..models.losses import mean_loss, pair_of
-from ..models.zoo import TrainableModel, spec_of
-from .base import Metrics, RunProgress, is_loaded_by_deepspeed, micro_batches
+from ..models.losses import mean_loss, unpack_pair
+from ..models.zoo import TrainableModel, make_spec
+from .base import Metrics, RunProgress, is_loaded_by_deepspeed, split_batch
 from .blocks import OnBlock, prepare_block
 from .deepspeed import DeepSpeedEngine
-from .stages import ModelStage, build_stage, layers_of, logits_of_stages, names_of_stages
+from .stages import ModelStage, build_stage, compute_stage_logits, gather_stage_names, layers_of
 
 DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # parameters that select its implementation
 NAMES_ENTRY = "pipeline_names"
@@ -54,7 +54,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
             model = _EvenPipelineModule(list(_list_layers(self._stage)), num_stages=self._config.pp, loss_fn=mean_loss)
         grid = model.mpu()
         self.data_rank, self._group = grid.get_data_parallel_rank(), grid.get_pipe_parallel_group()
-        _, self._elsewhere = names_of_stages(self._stage, self._group)
+        _, self._elsewhere = gather_stage_names(self._stage, self._group)
         self._names = self._elsewhere.union(self._stage.state_dict())
         load_first_weights(self._config, self._stage, self._elsewhere)
         return TrainableModel(model)
@@ -71,11 +71,11 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return AdamW(model.module.named_parameters(), **values)
 
     def step(self, batch: Any) -> Tensor:
-        parts = micro_batches(pair_of(batch), self._config.gradient_accumulation)
+        parts = split_batch(unpack_pair(batch), self._config.gradient_accumulation)
         return self._engine.train_batch(iter(parts))
 
     def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
-        return metrics(lambda inputs: logits_of_stages(self._stage, inputs, self._dtype, self._group), batch)
+        return metrics(lambda inputs: compute_stage_logits(self._stage, inputs, self._dtype, self._group), batch)
 
     def _make_client_state(self, progress: RunProgress) -> dict[str, Any]:
         return {**super()._make_client_state(progress), NAMES_ENTRY: map_layer_names(self._stage.all_layers)}
@@ -101,7 +101,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 def _seeded_stage(config: TrainConfig, on_block: OnBlock) -> ModelStage:
     """This rank's stage. Stages are outermost, as in DeepSpeed's topology."""
     number = torch.distributed.get_rank() // (torch.distributed.get_world_size() // config.pp)
-    return build_stage(config, spec_of(config), number, on_block)
+    return build_stage(config, make_spec(config), number, on_block)
 
 
 @torch.no_grad()

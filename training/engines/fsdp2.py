@@ -28,22 +28,22 @@ from ckpt_tools import load_into
 from ..checkpoints.settings import SETTINGS_ENTRY, hint_at_convert
 from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
-from ..models.zoo import spec_of
+from ..models.zoo import make_spec
 from .base import (
     Metrics,
     RunProgress,
     Save,
     apply_settings,
     average_losses,
-    micro_batches,
-    own_group_values,
+    get_own_group_values,
     read_progress,
     read_scheduler_state,
+    split_batch,
 )
 from .blocks import RunningAverages, set_training
 from .optimizers import LearningRateSchedule, LossScaler, clip_factor, make_optimizer, scale_gradients, total_norm
-from .parallel import make_meshes, parallel_model
-from .stages import names_of_stages
+from .parallel import build_parallel_model, make_meshes
+from .stages import gather_stage_names
 
 SCALER_ENTRY = "loss_scaler"
 
@@ -54,15 +54,15 @@ class Fsdp2Engine:
     def __init__(self, config: TrainConfig, schedule: LearningRateSchedule, device: torch.device) -> None:
         self._config, self._meshes = config, make_meshes(config, device)
         self.data_rank = torch.distributed.get_rank() // config.tp % self._meshes.data.size()
-        sharded = parallel_model(config, spec_of(config), self._meshes, device)
+        sharded = build_parallel_model(config, make_spec(config), self._meshes, device)
         self._module, self.loss = sharded.module, sharded.loss
         self.model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
         self._parameters, self._elsewhere = list[str](), frozenset[str]()
         if self._meshes.pipeline is not None:
-            self._parameters, self._elsewhere = names_of_stages(self.model, self._meshes.pipeline.get_group())
+            self._parameters, self._elsewhere = gather_stage_names(self.model, self._meshes.pipeline.get_group())
         load_first_weights(config, self.model, self._elsewhere)
         self.optimizer = make_optimizer(config, replace(sharded, module=self.model).list_parameter_groups(), device)
-        self._own_values = own_group_values(self.optimizer)
+        self._own_values = get_own_group_values(self.optimizer)
         self._scheduler = schedule.make_scheduler(self.optimizer)
         # Each save reuses the memory. It is not shared: a thread writes it, and containers often have 64 MB of that.
         on_cuda = device.type == "cuda"
@@ -83,7 +83,7 @@ class Fsdp2Engine:
     def _accumulate_gradients(self, batch: Any) -> Tensor:
         """Compute the gradients of all micro-batches; their mean loss."""
         parts = self._config.gradient_accumulation
-        losses = [self._backward_part(one, at == parts) for at, one in enumerate(micro_batches(batch, parts), 1)]
+        losses = [self._backward_part(one, at == parts) for at, one in enumerate(split_batch(batch, parts), 1)]
         return average_losses(losses)
 
     def _backward_part(self, batch: Any, is_last: bool) -> Tensor:

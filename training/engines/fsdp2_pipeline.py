@@ -15,11 +15,11 @@ from torch.nn import Parameter
 
 from ..config.model_names import VOCABULARY
 from ..config.train_config import TrainConfig
-from ..models.losses import mean_loss, pair_of
+from ..models.losses import mean_loss, unpack_pair
 from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine
 from .optimizers import LearningRateSchedule
-from .stages import ModelStage, broadcast_from_last, logits_of_stages
+from .stages import ModelStage, broadcast_from_last, compute_stage_logits
 
 
 class Fsdp2PipelineEngine(Fsdp2Engine):
@@ -62,7 +62,7 @@ class Fsdp2PipelineEngine(Fsdp2Engine):
         return self._scale_loss(loss)
 
     def _accumulate_gradients(self, batch: Any) -> Tensor:
-        inputs, labels = pair_of(batch)
+        inputs, labels = unpack_pair(batch)
         if self._schedule is None:
             self._schedule = self._new_schedule(len(inputs) // self._config.gradient_accumulation, inputs.shape[1])
         self._losses.clear()
@@ -94,4 +94,4 @@ class Fsdp2PipelineEngine(Fsdp2Engine):
 
     def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         dtype = DTYPES[self._config.precision]
-        return metrics(lambda inputs: logits_of_stages(self._stage, inputs, dtype, self._group), batch)
+        return metrics(lambda inputs: compute_stage_logits(self._stage, inputs, dtype, self._group), batch)

@@ -90,7 +90,7 @@ class LearningRateSchedule:
         return LambdaLR(optimizer, lambda step: self.compute_factor(step))
 
 
-def schedule_for(total_steps: int, warmup_fraction: float, shape: Reference = "cosine") -> LearningRateSchedule:
+def make_warmup_schedule(total_steps: int, warmup_fraction: float, shape: Reference = "cosine") -> LearningRateSchedule:
     """Schedule that warms up over this fraction of the run, at most all steps but one."""
     return LearningRateSchedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)
 
@@ -100,7 +100,7 @@ def make_schedule(config: TrainConfig, total_steps: int) -> LearningRateSchedule
     shape: Reference | Callable[..., Any] = config.schedule
     if is_function(shape):
         shape = partial(import_function(shape, "schedule"), **parse_arguments(config.schedule_arg, "schedule-arg"))
-    return schedule_for(total_steps, config.warmup_fraction, shape)
+    return make_warmup_schedule(total_steps, config.warmup_fraction, shape)
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ def _shard_size(config: TrainConfig, workers: int) -> int:
     return 1 if config.sharding.stage == 0 else config.shard_size or workers
 
 
-def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> TrainableModel:
+def build_parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> TrainableModel:
     """The model with the weights of the seed, sharded; with a pipeline, this rank's stage of it. ``fully_shard`` moves
     what it shards to the device, and with ``--cpu-offload`` back."""
     if config.sharding.name == "ddp":
@@ -168,7 +168,7 @@ def shard_block(block: nn.Module, mesh: DeviceMesh) -> None:
 def shard_root(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split embedding and head by vocabulary. They are one matrix; each worker has the same part in both."""
     assert isinstance(model, LanguageModel)
-    model.register_forward_pre_hook(partial(check_length, mesh.size()))
+    model.register_forward_pre_hook(partial(check_text_length, mesh.size()))
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -178,7 +178,7 @@ def shard_root(model: nn.Module, mesh: DeviceMesh) -> None:
     model.head.weight = model.embed.weight
 
 
-def check_length(workers: int, _: nn.Module, inputs: tuple[Tensor]) -> None:
+def check_text_length(workers: int, _: nn.Module, inputs: tuple[Tensor]) -> None:
     """Slices of a sequence are equal; ``SequenceParallel`` assumes it. Raises ``UsageError``."""
     if (length := inputs[0].shape[1]) % workers:
         raise UsageError(f"--tp {workers} does not divide a text of {length} bytes: give another length of the samples")
@@ -189,12 +189,12 @@ def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
     for name, weight in list(experts.named_parameters()):
         kept = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(kept))
-    experts.weights = partial(_local_experts, experts.weights, mesh.size())  # type: ignore[method-assign]
+    experts.list_weights = partial(_get_local_experts, experts.list_weights, mesh.size())  # type: ignore[method-assign]
     # A wrapper of the module would change the names of parameters.
     experts.forward = partial(_exchange_tokens, experts.forward, mesh.get_group())  # type: ignore[method-assign]
 
 
-def _local_experts(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
+def _get_local_experts(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
     """This worker's experts. Their gradients, from the tokens of all workers of the mesh, become means over them, as
     FSDP2's over its workers. FSDP2's own divisor cannot be used: on a mesh of one worker it divides twice."""
     local: list[Tensor] = [weight.to_local() for weight in weights()]

@@ -83,7 +83,7 @@ def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnB
     return ModelStage(model, mine)
 
 
-def names_of_stages(stage: nn.Module, group: ProcessGroup) -> tuple[list[str], frozenset[str]]:
+def gather_stage_names(stage: nn.Module, group: ProcessGroup) -> tuple[list[str], frozenset[str]]:
     """Names of all parameters of the model in order, and names that only other ranks have; collective over ``group``,
     the stages of a pipeline."""
     assert isinstance(stage, ModelStage)
@@ -102,7 +102,7 @@ def broadcast_from_last(value: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of_stages(stage: ModelStage, inputs: Tensor, hidden: torch.dtype, group: ProcessGroup) -> Tensor:
+def compute_stage_logits(stage: ModelStage, inputs: Tensor, hidden: torch.dtype, group: ProcessGroup) -> Tensor:
     """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between chunks."""
     stage.eval()
     shape, device, number = inputs.shape, inputs.device, group.rank()

@@ -20,11 +20,11 @@ from ..config.model_names import folder_of
 from ..config.references import first_line, import_function, is_function, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
-from ..data.loading import dataset_of, length_of
+from ..data.loading import count_samples, make_dataset
 from ..data.texts import list_tokenizer_messages
 from ..engines.optimizers import make_optimizer, make_schedule
 from ..loop.result import check_result_file
-from ..models.zoo import TrainableModel, spec_of
+from ..models.zoo import TrainableModel, make_spec
 from .devices import check_device, check_gpus
 
 
@@ -58,12 +58,12 @@ def check_run(config: TrainConfig, *, with_data: bool = True) -> list[str]:
 
 
 def _checked_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    samples, held_out = (dataset_of(config, part) for part in PARTS)
+    samples, held_out = (make_dataset(config, part) for part in PARTS)
     assert samples is not None, "only the held-out part may be missing"
-    length, name = length_of(samples), text_of(config.dataset)
+    length, name = count_samples(samples), text_of(config.dataset)
     if config.num_samples is not None and length is not None and config.num_samples > length:
         raise UsageError(f"--num-samples is {config.num_samples} and {name} has {length} to train on")
-    if held_out is not None and length_of(held_out) == 0:
+    if held_out is not None and count_samples(held_out) == 0:
         raise UsageError(f"--dataset {name} has no held-out samples, which a run predicts")
     config.steps_per_epoch(length)
     return samples, held_out
@@ -88,7 +88,7 @@ def _build_on_meta(config: TrainConfig) -> TrainableModel:
     """The model without memory."""
     try:
         with torch.device("meta"):
-            model = spec_of(config).make()
+            model = make_spec(config).make()
     except CkptError:
         raise
     except Exception as error:  # a class of transformers fails in its own way at each value that it does not expect

@@ -18,7 +18,7 @@ from ..config.train_config import TrainConfig
 THREADS = "OMP_NUM_THREADS"
 
 
-def backend_of(device_type: str) -> str:
+def choose_backend(device_type: str) -> str:
     """Backend for ``init_process_group``. nccl alone refuses tensors on the CPU: those of ``--cpu-offload``, and what
     ranks tell each other. Without a ``device_id``, barriers and objects go over gloo too."""
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
@@ -33,7 +33,7 @@ def check_gpus(workers: int, gpus: int, place: str) -> None:
         )
 
 
-def threads_of(config: TrainConfig, workers: int, cores: float, *, on_gpu: bool) -> dict[str, str]:
+def choose_threads(config: TrainConfig, workers: int, cores: float, *, on_gpu: bool) -> dict[str, str]:
     """Number of threads of a rank, as an environment variable; the user's own stays. One thread fixes the order of sums
     on a CPU. Beside a GPU, the optimizer of offloaded state takes the cores that ``workers`` share."""
     offloads = config.cpu_offload or config.sharding.offload

@@ -15,7 +15,7 @@ from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.process.credentials import mask_secrets
 
 from ..checkpoints.storage import describe_os_error, find_root_cause
-from ..config.references import place_in
+from ..config.references import find_users_line
 
 PROCESS_ENDED = "ProcessEnded"
 _LOST = re.compile(r"(?i)\bgloo\b|\bnccl|connection (was )?(closed|reset|refused)|broken pipe")
@@ -79,7 +79,7 @@ class RankFailure:
         if self.is_end:
             return f"rank {self.rank} {self.message}"
         lines = self.message.strip().splitlines() or ["no message"]
-        return f"rank {self.rank} failed with {self.kind}: {lines[0]}{place_in(self.details)}"
+        return f"rank {self.rank} failed with {self.kind}: {lines[0]}{find_users_line(self.details)}"
 
     @staticmethod
     def reserve_record(path: Path) -> None:

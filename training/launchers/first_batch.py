@@ -18,14 +18,14 @@ from ckpt_tools.errors import CkptError, UsageError
 
 from ..checkpoints.weights import check_fits
 from ..config.model_names import MODELS
-from ..config.references import is_function, named_failures, text_of
+from ..config.references import is_function, name_failures, text_of
 from ..config.train_config import TrainConfig
 from ..data.loading import Batches, EpochPosition, held_out_batches
-from ..engines.base import micro_batches
+from ..engines.base import split_batch
 from ..engines.optimizers import make_optimizer
-from ..engines.parallel import check_length
-from ..loop.evaluation import check_keep_best, check_metric, metrics_of
-from ..models.zoo import spec_of
+from ..engines.parallel import check_text_length
+from ..loop.evaluation import check_keep_best, check_metric, choose_metrics
+from ..models.zoo import make_spec
 
 CPU = torch.device("cpu")
 ONLY_WITH_VALUES = (
@@ -64,43 +64,43 @@ def _first_batches(config: TrainConfig, samples: Dataset[Any], held_out: Dataset
     """The first micro-batch of the first rank, and the first held-out batch with its number of samples. Raises
     ``UsageError``."""
     batches = Batches(replace(config, loader_workers=0), samples, 0, config.data_workers, CPU)
-    with named_failures(config.dataset, "dataset"):
+    with name_failures(config.dataset, "dataset"):
         batch = next(batches.iterate_epoch(EpochPosition(0)))[0]
         kept = None if held_out is None else held_out_batches(held_out, config.eval_batch_size, CPU)(0)
     rows = {len(each) if isinstance(each, Tensor) and each.ndim else 0 for each in tree_leaves(batch)}
     if config.gradient_accumulation > 1 and rows != {config.batch_size // config.data_workers}:
         raise UsageError("--gradient-accumulation needs batches of tensors with a row for each sample")
-    return micro_batches(batch, config.gradient_accumulation)[0], kept
+    return split_batch(batch, config.gradient_accumulation)[0], kept
 
 
 def _compute_once(
     config: TrainConfig, checkpoint: Path | str | None, batch: Any, held_out: tuple[Any, int] | None
 ) -> None:
-    built = spec_of(config).make()
+    built = make_spec(config).make()
     if is_function(config.model):  # any other is compared on the meta device
         check_fits(config, built.module, checkpoint)
     if config.tp > 1:
-        built.module.register_forward_pre_hook(partial(check_length, config.tp))
+        built.module.register_forward_pre_hook(partial(check_text_length, config.tp))
     make_optimizer(config, built.list_parameter_groups(), torch.device("meta"))
 
-    def model(*inputs: Any, **named: Any) -> Any:
+    def call_model(*inputs: Any, **named: Any) -> Any:
         return built.module(*inputs, **named)
 
-    with named_failures(config.model, "model"):
-        loss = built.loss(model, batch)
+    with name_failures(config.model, "model"):
+        loss = built.loss(call_model, batch)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(
             f"the loss of --model {text_of(config.model)} is {kind}, and has to be a tensor of shape [] that depends "
             "on the parameters"
         )
-    metrics = metrics_of(config.metrics, built.loss)
+    metrics = choose_metrics(config.metrics, built.loss)
     if held_out is None:
         check_keep_best(config, {})
         return
     built.module.eval()
-    with torch.no_grad(), named_failures(config.model, "model"):
-        values = metrics(model, held_out[0])
+    with torch.no_grad(), name_failures(config.model, "model"):
+        values = metrics(call_model, held_out[0])
     check_keep_best(config, values)
     for name, value in values.items():
         check_metric(name, value, held_out[1])

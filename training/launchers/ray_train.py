@@ -40,7 +40,7 @@ from ..loop.result import RunResult
 from ..loop.saving import run_in_background
 from ..loop.screen import ProgressDisplay
 from ..loop.stopping import RunStoppedError, pass_on_signals
-from .devices import backend_of, check_device, check_gpus, threads_of
+from .devices import check_device, check_gpus, choose_backend, choose_threads
 from .failures import BLAME_SECONDS, RankFailure
 from .ray_restarts import (
     AttemptFailedError,
@@ -181,7 +181,7 @@ def _worker_devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
     sharing = gpus or config.num_workers
-    return gpus > 0, threads_of(config, sharing, resources.get("CPU", sharing), on_gpu=gpus > 0)
+    return gpus > 0, choose_threads(config, sharing, resources.get("CPU", sharing), on_gpu=gpus > 0)
 
 
 def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], lines: Queue, stop: Queue) -> Outcome:
@@ -193,7 +193,7 @@ def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], line
     trainer = ray.train.torch.TorchTrainer(
         _run_worker,
         train_loop_config={"config": config, "resume_from": resume_from, "lines": lines, "stop": stop},
-        torch_config=ray.train.torch.TorchConfig(backend=backend_of("cuda" if on_gpus else "cpu")),
+        torch_config=ray.train.torch.TorchConfig(backend=choose_backend("cuda" if on_gpus else "cpu")),
         scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=on_gpus),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,

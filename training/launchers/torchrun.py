@@ -39,7 +39,7 @@ from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import ProgressDisplay
 from ..loop.stopping import EXIT_CODE, RunStoppedError, StopRequest, ignore_saving_signals, pass_on_signals
 from .checks import check_run
-from .devices import backend_of, threads_of
+from .devices import choose_backend, choose_threads
 from .failures import BLAME_SECONDS, TORCHRUN_LOG_NAME, RankFailure, RunFailedError
 
 POLITE_SECONDS = 5.0
@@ -62,7 +62,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
         RankFailure.reserve_record(files / ERROR)
         with guard_processes(keep_open=[lock.descriptor]) as marking, marking():
             cores, on_gpu = os.cpu_count() or 1, torch.cuda.is_available()
-            threads = threads_of(config, config.num_workers, cores, on_gpu=on_gpu)
+            threads = choose_threads(config, config.num_workers, cores, on_gpu=on_gpu)
             code = _run_agent(config, files, stderr, os.environ | threads | {FILES_VARIABLE: name})
         if (files / STOPPED).exists():
             raise RunStoppedError.after_checkpoint(json.loads((files / STOPPED).read_text()))
@@ -219,7 +219,7 @@ def join_process_group() -> torch.device:
     # A new store for each restart: the agent's has addresses of dead ranks.
     store, rank, size = next(rendezvous("env://"))
     store = PrefixStore(f"start_{_count_restarts()}", store)
-    torch.distributed.init_process_group(backend_of(device.type), store=store, rank=rank, world_size=size)
+    torch.distributed.init_process_group(choose_backend(device.type), store=store, rank=rank, world_size=size)
     return device
 
 

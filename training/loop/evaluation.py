@@ -66,19 +66,19 @@ def pad_rows(rows: Tensor, size: int = CHUNK) -> Tensor:
     return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
-def metrics_of(own: Reference | None, loss: Loss) -> Metrics:
+def choose_metrics(own: Reference | None, loss: Loss) -> Metrics:
     """The standard metrics, and those of the user's function. Raises ``UsageError`` if it cannot be imported."""
     if own is None:
         return partial(standard_metrics, loss=loss)
     function = import_function(own, "metrics")
 
-    def metrics(model: Callable[..., Any], batch: Any) -> Mapping[str, Tensor]:
+    def compute_metrics(model: Callable[..., Any], batch: Any) -> Mapping[str, Tensor]:
         own_metrics = call_function(function, "metrics", model, batch)
         if not isinstance(own_metrics, Mapping) or not all(isinstance(each, Tensor) for each in own_metrics.values()):
             raise UsageError(f"--metrics {text_of(own)} gives something else than tensors by name")
         return {**standard_metrics(model, batch, loss), **own_metrics}
 
-    return metrics
+    return compute_metrics
 
 
 def check_metric(name: str, value: Tensor, samples: int) -> None:

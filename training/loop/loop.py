@@ -27,10 +27,10 @@ from ..checkpoints.collectives import any_rank_has, leader_first
 from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
-from ..data.loading import Batches, EpochPosition, dataset_of, length_of, seed_generators
+from ..data.loading import Batches, EpochPosition, count_samples, make_dataset, seed_generators
 from ..engines import Engine, RunProgress, create_engine
 from ..engines.optimizers import LearningRateSchedule, make_schedule
-from .evaluation import Evaluation, Evaluator, check_keep_best, metrics_of, rename_loss
+from .evaluation import Evaluation, Evaluator, check_keep_best, choose_metrics, rename_loss
 from .measuring import StepLog, profile_steps, work_per_sample
 from .outlets import Outlet
 from .saving import CheckpointSaver, SaveRecord
@@ -91,9 +91,9 @@ def train(
 ) -> FinishedRun | StoppedRun:
     """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
     with leader_first():  # so only the first rank of each machine downloads
-        samples, held_out = (dataset_of(config, part) for part in PARTS)
+        samples, held_out = (make_dataset(config, part) for part in PARTS)
     assert samples is not None, "only the held-out part may be missing"
-    schedule = make_schedule(config, config.epochs * config.steps_per_epoch(length_of(samples)))
+    schedule = make_schedule(config, config.epochs * config.steps_per_epoch(count_samples(samples)))
     with closing(create_engine(config, schedule, device)) as engine, outlet.callbacks:
         progress = _resume_engine(engine, resume_from, outlet) if resume_from else RunProgress()
         _check_something_left(config, progress)
@@ -113,7 +113,7 @@ def _make_evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any],
     torch.distributed.all_gather_object(shares, batches.rank)
     counts = shares.index(batches.rank) == torch.distributed.get_rank()
     place = (batches.device, batches.rank, batches.world_size)
-    return Evaluator(held_out, metrics_of(config.metrics, engine.loss), config.eval_batch_size, *place, counts)
+    return Evaluator(held_out, choose_metrics(config.metrics, engine.loss), config.eval_batch_size, *place, counts)
 
 
 def _resume_engine(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> RunProgress:
@@ -168,7 +168,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.leads, self.world_size = torch.distributed.get_rank() == 0, torch.distributed.get_world_size()
-        self.steps = self.config.steps_per_epoch(length_of(self.batches.dataset))
+        self.steps = self.config.steps_per_epoch(count_samples(self.batches.dataset))
         end = last_step(self.config, self.progress, self.steps)
         self.saver = CheckpointSaver(self.config, self.engine, self.outlet)
         self.log = StepLog(self.config, self.schedule, self.outlet, end)
@@ -213,7 +213,7 @@ class TrainingRun:
             values = metrics.to_values()
             self.record_metrics({**values, "seconds": seconds})  # before the checkpoint: ``--keep-best`` reads it
             if self.config.saves_after_epoch(epoch) or self.is_due:
-                self.save(self.progress, values)
+                self.save_checkpoint(self.progress, values)
             else:
                 self.outlet.report_values(values)
         else:
@@ -264,7 +264,7 @@ class TrainingRun:
                 self.record_metrics(rename_loss(evaluation.values))
         if is_asked or (is_due and not ends):
             loss_sum = add_in_order(before.loss_sum, self.mean_over_ranks(losses))
-            self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
+            self.save_checkpoint(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
         self.is_due = is_due and ends
         if is_asked:
             raise _StopAgreedError
@@ -274,7 +274,7 @@ class TrainingRun:
         is_asked, _ = self.exchange_requests()
         if is_asked:
             if self.progress != self.saved:
-                self.save(self.progress, {"epoch": self.progress.epoch})
+                self.save_checkpoint(self.progress, {"epoch": self.progress.epoch})
             raise _StopAgreedError
 
     def exchange_requests(self) -> tuple[bool, bool]:
@@ -289,7 +289,7 @@ class TrainingRun:
             self.saver.finish_pending(has_failed=has_failed)
         return is_asked, is_time
 
-    def save(self, progress: RunProgress, values: dict[str, float]) -> None:
+    def save_checkpoint(self, progress: RunProgress, values: dict[str, float]) -> None:
         with self.log.meter.pause():
             self.saver.save(progress, {"step": progress.step, **values})
         self.saved = self.progress

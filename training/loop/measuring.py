@@ -22,7 +22,7 @@ from ..checkpoints.settings import RunProgress
 from ..config.train_config import TrainConfig
 from ..engines.optimizers import LearningRateSchedule
 from ..models.losses import batch_tensors
-from ..models.zoo import spec_of
+from ..models.zoo import make_spec
 from .outlets import Outlet
 from .saving import SaveRecord
 
@@ -60,7 +60,7 @@ def count_flops(config: TrainConfig, batch: Any) -> float:
     empty = tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), batch)
     try:
         with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model = spec_of(config).make()
+            model = make_spec(config).make()
             model.loss(model.module, empty)
     except Exception:
         # A model of the user's may raise anything.

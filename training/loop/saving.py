@@ -21,7 +21,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
 
-from ..checkpoints.collectives import cpu_group
+from ..checkpoints.collectives import make_cpu_group
 from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, find_unknown_files, is_checkpoint_name, partial_folder
 from ..checkpoints.settings import RunProgress
 from ..checkpoints.storage import find_root_cause, report_failed_writes
@@ -50,7 +50,7 @@ class CheckpointSaver:
 
     def __init__(self, config: TrainConfig, engine: Engine, outlet: Outlet) -> None:
         self._config, self._engine, self._outlet = config, engine, outlet
-        self._group = cpu_group() if config.async_save else None
+        self._group = make_cpu_group() if config.async_save else None
         self._pending: tuple[SaveRecord, Values, float, Future[float]] | None = None
         self.saved_at = time.monotonic()
         self.records: list[SaveRecord] = []

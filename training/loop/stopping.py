@@ -22,7 +22,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.process.signals import get_exit_code, list_handled_signals, raise_on_signals
 
 from ..checkpoints.locking import LostStorageError
-from ..checkpoints.run_folder import saved_checkpoints
+from ..checkpoints.run_folder import list_saved_checkpoints
 from ..config.options import RESUME_LATEST
 from ..config.train_config import TrainConfig
 from .screen import line_start
@@ -129,7 +129,7 @@ def advice_after_stop(config: TrainConfig) -> str:
     """Advice on continuing a stopped run. The store is not read: it may be the reason for stopping."""
     if config.storage is not None:
         return f"if a checkpoint was saved, continue with --resume {RESUME_LATEST}"
-    saved = saved_checkpoints(config.out)
+    saved = list_saved_checkpoints(config.out)
     if not saved:
         return "no checkpoint was saved yet; start the run again"
     return f"{saved[-1].name} is saved; continue with --resume {RESUME_LATEST}"

@@ -14,7 +14,7 @@ import torch
 from ..config.model_names import COMPANIONS, IMAGE_SIZE, MODELS, NUM_CLASSES, files_in, folder_of
 from ..config.references import is_function, text_of
 from ..config.train_config import TrainConfig
-from .zoo import spec_of
+from .zoo import make_spec
 
 NAME = "config.json"
 
@@ -68,5 +68,5 @@ def write_model_config(folder: Path, config: TrainConfig) -> None:
 def _adapter_config(config: TrainConfig) -> Any:
     """``LoraConfig`` with the modules that PEFT has found in the model."""
     with torch.device("meta"):
-        model: Any = spec_of(config).make().module
+        model: Any = make_spec(config).make().module
     return model.peft_config["default"]

@@ -45,10 +45,10 @@ class Experts(nn.Module):
         for each of s senders, one run for each of this worker's e experts. Each run is multiplied separately, so
         results do not depend on other senders."""
         runs = tokens.split(counts.flatten().tolist())
-        experts = cycle(zip(*(weight.unbind() for weight in self.weights()), strict=True))
+        experts = cycle(zip(*(weight.unbind() for weight in self.list_weights()), strict=True))
         return torch.cat([_feed_forward(run, *expert) for run, expert in zip(runs, experts, strict=False)])
 
-    def weights(self) -> Sequence[Tensor]:
+    def list_weights(self) -> Sequence[Tensor]:
         return self.gate, self.up, self.down
 
 

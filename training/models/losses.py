@@ -17,7 +17,7 @@ from ckpt_tools.errors import UsageError
 Call = Callable[..., Any]  # the model, or what computes it
 
 
-def logits_of(output: Any) -> Tensor:
+def get_logits(output: Any) -> Tensor:
     """Logits in a model's output, which transformers wraps."""
     answer = output[0] if isinstance(output, tuple) else output
     return answer if isinstance(answer, Tensor) else answer.logits
@@ -33,9 +33,9 @@ def standard_loss(model: Call, batch: Any) -> Tensor:
     experts); for a mapping, the ``loss`` that the model gives. Raises ``UsageError`` if there is none."""
     if isinstance(batch, Mapping):
         return _own_loss(model(**batch))
-    inputs, labels = pair_of(batch)
+    inputs, labels = unpack_pair(batch)
     output = model(inputs)
-    loss = mean_loss(logits_of(output), labels)
+    loss = mean_loss(get_logits(output), labels)
     return loss + output[1] if isinstance(output, tuple) else loss
 
 
@@ -46,7 +46,7 @@ def _own_loss(output: Any) -> Tensor:
     return loss
 
 
-def pair_of(batch: Any) -> tuple[Any, Tensor]:
+def unpack_pair(batch: Any) -> tuple[Any, Tensor]:
     """Raises ``UsageError`` if the batch is not a pair of inputs and labels."""
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not is_pair or not isinstance(batch[1], Tensor) or batch[1].dtype != torch.int64:
@@ -62,8 +62,8 @@ def standard_metrics(model: Call, batch: Any, loss: Callable[[Call, Any], Tensor
     ``predicted``; else the loss of the batch, 0-d."""
     if loss is not standard_loss or isinstance(batch, Mapping):
         return {"loss": loss(model, batch)}
-    inputs, labels = pair_of(batch)
-    logits = logits_of(model(inputs)).float()
+    inputs, labels = unpack_pair(batch)
+    logits = get_logits(model(inputs)).float()
     losses = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view_as(labels)
     predicted = logits.argmax(-1)
     right = (predicted == labels).double()

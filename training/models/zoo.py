@@ -82,7 +82,7 @@ def build_own_model(name: str, **sizes: Any) -> nn.Module:
         raise UsageError(f"the model {name} cannot be built with {arguments}: {first_line(error)}") from error
 
 
-def spec_of(config: TrainConfig) -> ModelSpec:
+def make_spec(config: TrainConfig) -> ModelSpec:
     """Model of ``--model``. Raises ``FormatError`` if its folder is not usable, ``UsageError`` if its function cannot
     be imported."""
     if is_function(config.model):
@@ -91,10 +91,10 @@ def spec_of(config: TrainConfig) -> ModelSpec:
         return _make_hugging_face_spec(config, folder)
     build, block = _BY_NAME[name := text_of(config.model)]
     blocks = (block(),)
-    return _spec_of_blocks(partial(build, **config.model_arguments), blocks, () if name in WHOLE_FIRST else blocks)
+    return _make_spec_of_blocks(partial(build, **config.model_arguments), blocks, () if name in WHOLE_FIRST else blocks)
 
 
-def _spec_of_blocks(
+def _make_spec_of_blocks(
     build: Callable[[], nn.Module], blocks: tuple[type[nn.Module], ...], early: tuple[type[nn.Module], ...] = ()
 ) -> ModelSpec:
     def make() -> TrainableModel:
@@ -153,7 +153,7 @@ def _make_hugging_face_spec(config: TrainConfig, folder: Path) -> ModelSpec:
     described.use_cache = False
     names = model_class._no_split_modules or []
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
-    return _spec_of_blocks(lambda: add_adapter(config, model_class(described)), blocks)
+    return _make_spec_of_blocks(lambda: add_adapter(config, model_class(described)), blocks)
 
 
 LORA_ARGUMENTS = (
@@ -197,6 +197,6 @@ class PeftBaseModel(nn.Module):
         return {name.replace(".base_layer.", "."): value for name, value in tensors if ".lora_" not in name}
 
 
-def base_model_of(config: TrainConfig, model: nn.Module) -> nn.Module:
+def unwrap_base_model(config: TrainConfig, model: nn.Module) -> nn.Module:
     """The model that ``--init-from`` has the weights of."""
     return PeftBaseModel(model) if config.lora else model

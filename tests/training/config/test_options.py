@@ -13,10 +13,10 @@ from ckpt_tools.errors import UsageError
 from training.__main__ import main
 from training.config.command_line import bundled_names, parse_options
 from training.config.model_names import MODELS
-from training.config.options import BY_NAME, STRATEGIES, chosen_strategy
+from training.config.options import BY_NAME, STRATEGIES, choose_strategy
 from training.config.train_config import TrainConfig
 from training.engines.deepspeed_config import deepspeed_config
-from training.engines.optimizers import LearningRateSchedule, schedule_for
+from training.engines.optimizers import LearningRateSchedule, make_warmup_schedule
 from training.launchers.checks import check_frameworks
 
 pytestmark = pytest.mark.quick
@@ -42,7 +42,7 @@ def config(**values: Any) -> TrainConfig:
     ],
 )
 def test_strategy_and_engine_mean_one_strategy(strategy, engine, name):
-    assert chosen_strategy(strategy, engine) is BY_NAME[name]
+    assert choose_strategy(strategy, engine) is BY_NAME[name]
 
 
 @pytest.mark.parametrize("words", [*(f"--config {name} --out /run" for name in bundled_names(".toml")), *DOCUMENTED])
@@ -180,4 +180,4 @@ def test_factors_of_a_short_run(shape, factors):
     schedule = LearningRateSchedule(2, 6, shape)
     assert [schedule.compute_factor(step) for step in range(7)] == pytest.approx(factors, abs=1e-6)
     assert LearningRateSchedule(2, 6).compute_factor(3) == pytest.approx(0.853553, abs=1e-6)
-    assert schedule_for(1, 0.5) == LearningRateSchedule(0, 1), "a run of one step has no warm-up"
+    assert make_warmup_schedule(1, 0.5) == LearningRateSchedule(0, 1), "a run of one step has no warm-up"

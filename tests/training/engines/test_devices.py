@@ -23,11 +23,11 @@ from tests.training.jobs import forget_groups, losses, result_of, tiny_config, t
 from training.checkpoints.collectives import any_rank_has, gather_values, leader_first
 from training.engines import create_engine
 from training.engines.blocks import build_in_blocks, prepare_block
-from training.engines.optimizers import scale_gradients, schedule_for, total_norm
-from training.engines.parallel import make_meshes, parallel_model
-from training.launchers.devices import backend_of
-from training.models.losses import logits_of
-from training.models.zoo import spec_of
+from training.engines.optimizers import make_warmup_schedule, scale_gradients, total_norm
+from training.engines.parallel import build_parallel_model, make_meshes
+from training.launchers.devices import choose_backend
+from training.models.losses import get_logits
+from training.models.zoo import make_spec
 
 CPU = torch.device("cpu")
 NCCL = fake_pg.__name__ and "fake"  # importing the module registers torch's backend of this name
@@ -72,7 +72,7 @@ def tell() -> None:
     assert (found, told) == (["b"], ["a"])
 
 
-@pytest.mark.parametrize("group", [backend_of("cuda")], indirect=True)
+@pytest.mark.parametrize("group", [choose_backend("cuda")], indirect=True)
 @pytest.mark.parametrize("use", [norm_of_offloaded, agree, tell])
 def test_tensors_on_the_cpu_never_go_over_the_group_of_gpus(group, use):
     use()
@@ -110,7 +110,7 @@ def test_a_sharded_model_is_not_moved(model, alone, tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.Module, "_apply", checked)
     config = tiny_config(tmp_path, model=model, strategy="full_shard", cpu_offload=True, num_workers=1)
-    sharded = parallel_model(config, spec_of(config), make_meshes(config, CPU), CPU).module
+    sharded = build_parallel_model(config, make_spec(config), make_meshes(config, CPU), CPU).module
     assert all(isinstance(each, DTensor) for each in sharded.parameters())
     with pytest.raises(AssertionError):
         sharded.to(CPU)
@@ -120,7 +120,8 @@ FUSED = {"full_shard": False, "ddp": False, "zero2": False, "zero1_offload": Tru
 
 
 def engine_of(out: Path, **values: Any) -> Any:
-    return create_engine(tiny_config(out, **({"model": "cnn", "num_workers": 1} | values)), schedule_for(10, 0.1), CPU)
+    config = tiny_config(out, **({"model": "cnn", "num_workers": 1} | values))
+    return create_engine(config, make_warmup_schedule(10, 0.1), CPU)
 
 
 def fused_after_resuming(out: Path, others: list[dict[str, Any]]) -> list[bool]:
@@ -178,7 +179,7 @@ def test_names_stay_and_evaluation_is_not_compiled(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
     plain, compiled = (tiny_config(tmp_path, model="lm", strategy="ddp", compile=each) for each in (False, True))
-    models = [build_in_blocks(one, spec_of(one), partial(prepare_block, one)).module for one in (plain, compiled)]
+    models = [build_in_blocks(one, make_spec(one), partial(prepare_block, one)).module for one in (plain, compiled)]
     assert list(models[0].state_dict()) == list(models[1].state_dict())
     words = torch.zeros(1, 8, dtype=torch.int64)
     assert torch.equal(models[0].eval()(words), models[1].eval()(words))
@@ -214,13 +215,13 @@ def test_a_block_is_one_graph_that_is_compiled_once(model, tmp_path, monkeypatch
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     asked = tiny_config(tmp_path, model=named(model, tmp_path), strategy="ddp", compile=True)
-    made = build_in_blocks(asked, spec_of(asked), partial(prepare_block, asked))
+    made = build_in_blocks(asked, make_spec(asked), partial(prepare_block, asked))
     network = made.module.train()
     kinds = 2 if model == "cnn" else 1  # of blocks: those of one kind share a graph
     assert len(made.blocks) == 2
     for _ in range(2):
         inputs = torch.randn(4, 1, 28, 28) if model == "cnn" else torch.randint(256, (4, 64))
-        logits_of(network(inputs)).square().mean().backward()
+        get_logits(network(inputs)).square().mean().backward()
         counted = torch._dynamo.utils.counters
         assert (dict(counted["frames"]), dict(counted["graph_break"])) == ({"total": kinds, "ok": kinds}, {})
 

@@ -27,7 +27,7 @@ from tests.training.jobs import (
     train_each,
 )
 from training.engines import create_engine
-from training.engines.optimizers import schedule_for
+from training.engines.optimizers import make_warmup_schedule
 from training.engines.parallel import split_experts
 from training.models.experts import Experts, MixtureModel, MixtureOfExperts, MixtureSizes, compute_imbalance
 from training.models.language_model import CONTEXT
@@ -182,7 +182,7 @@ def test_experts_go_on_in_fp16_with_their_scale(tmp_path):
 def overflowing() -> tuple[float, bool]:
     """One step in fp16 whose scale is far too large: the scale after it, and whether an expert's weight moved."""
     config = tiny_config(Path("/run"), model="lm-moe", strategy="full_shard", ep=2, precision="fp16")
-    engine: Any = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
+    engine: Any = create_engine(config, make_warmup_schedule(10, 0.1), torch.device("cpu"))
     engine.scaler.scale = 2.0**100
     weights = [each.to_local() for each in engine.model.parameters()]
     before = [each.clone() for each in weights]

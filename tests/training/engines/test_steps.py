@@ -14,7 +14,7 @@ from fixtures.launch import pool
 from tests.training.jobs import tiny_config
 from training.engines import create_engine
 from training.engines.blocks import RunningAverages
-from training.engines.optimizers import LossScaler, clip_factor, scale_gradients, schedule_for, total_norm
+from training.engines.optimizers import LossScaler, clip_factor, make_warmup_schedule, scale_gradients, total_norm
 from training.models.zoo import build_own_model
 
 OUT = Path("/run")
@@ -22,7 +22,7 @@ OUT = Path("/run")
 
 def engine_of(**values: Any) -> Any:
     config = tiny_config(OUT, num_workers=torch.distributed.get_world_size(), **values)
-    return create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
+    return create_engine(config, make_warmup_schedule(10, 0.1), torch.device("cpu"))
 
 
 class Averages(nn.Module):

@@ -17,7 +17,7 @@ from ckpt_tools.errors import StoreError
 from tests.training.conftest import in_process
 from tests.training.jobs import small_config
 from tests.training.watched import Watched, watched
-from training.checkpoints.run_folder import saved_checkpoints
+from training.checkpoints.run_folder import list_saved_checkpoints
 from training.launchers.failures import RankFailure
 from training.launchers.ray_restarts import AttemptFailedError, find_cause
 
@@ -72,7 +72,7 @@ def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path):
     """torchrun's agent ends the run as soon as it finds the killed rank; restarts are none."""
     config = small_config(tmp_path, engine="fsdp2", epochs=9000, save_every_steps=1, keep_last=2)
     with watched(tmp_path, "-m", "training", *config.to_args()) as run:
-        run.wait_until(lambda: bool(saved_checkpoints(tmp_path)))
+        run.wait_until(lambda: bool(list_saved_checkpoints(tmp_path)))
         os.kill(rank_of(run, 1), signal.SIGKILL)
         _, said = run.process.communicate(timeout=120)
     sentence = f"rank 1 was ended by SIGKILL; the kernel does so when memory runs out (see {tmp_path / 'torchrun.log'})"

@@ -57,7 +57,7 @@ import ray
 from ray.cluster_utils import Cluster
 from tests.support.ray_cluster import HEALTH, NODE
 from tests.training.launchers.test_ray_train import lossy
-from training.checkpoints.run_folder import saved_checkpoints
+from training.checkpoints.run_folder import list_saved_checkpoints
 from training.launchers import launch
 
 config = lossy(Path(sys.argv[1]))
@@ -65,7 +65,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_
 node = cluster.add_node(num_cpus=1, **NODE)
 
 def lose():
-    while not saved_checkpoints(config.out):
+    while not list_saved_checkpoints(config.out):
         time.sleep(0.02)
     cluster.remove_node(node, allow_graceful=False)
 

@@ -30,7 +30,7 @@ from tests.training.jobs import (
     train_each,
 )
 from training.checkpoints.locking import lock_run
-from training.checkpoints.run_folder import find_resume_checkpoint, saved_checkpoints
+from training.checkpoints.run_folder import find_resume_checkpoint, list_saved_checkpoints
 from training.checkpoints.settings import check_settings, list_resume_messages
 from training.config.train_config import TrainConfig
 from training.loop.loop import FinishedRun, train
@@ -83,8 +83,8 @@ def test_an_asynchronous_save_writes_what_a_synchronous_one_does(small_run):
     """After each step, while the next one changes the weights: the copy is of the step it is named after. The stall of
     each save is recorded."""
     plain, sent = small_run("each-step"), small_run("each-step-async")
-    names = [path.name for path in saved_checkpoints(folder_of(plain).parent)]
-    assert names == [path.name for path in saved_checkpoints(folder_of(sent).parent)]
+    names = [path.name for path in list_saved_checkpoints(folder_of(plain).parent)]
+    assert names == [path.name for path in list_saved_checkpoints(folder_of(sent).parent)]
     assert len(names) == STEPS_PER_EPOCH
     for name in names:
         assert ckpt_tools.diff(folder_of(plain) / name, folder_of(sent) / name).equal
@@ -121,7 +121,7 @@ def test_a_run_ends_after_max_steps_and_goes_on_without_the_option(tmp_path):
     )
     train_each(whole, within, resumed)
     result = result_of(within)
-    assert [path.name for path in saved_checkpoints(within.out)] == [name]
+    assert [path.name for path in list_saved_checkpoints(within.out)] == [name]
     assert result.checkpoint == str(within.out / "checkpoints" / name)
     assert (result.epochs, [len(epoch.losses) for epoch in result.history]) == (1, [2, 1])
     assert [save.step for save in result.saves] == [3]

@@ -24,7 +24,7 @@ from fixtures.launch import free_port
 from tests.training.jobs import NUM_WORKERS, result_of, train_each
 from tests.training.watched import Watched, watched
 from training.checkpoints.locking import lock_run
-from training.checkpoints.run_folder import saved_checkpoints
+from training.checkpoints.run_folder import list_saved_checkpoints
 from training.config.options import LauncherName
 from training.config.train_config import EngineName, TrainConfig
 
@@ -134,7 +134,7 @@ def cpu(monkeypatch):
 
 
 def newest(out: Path) -> str | None:
-    return max((path.name for path in saved_checkpoints(out)), default=None)
+    return max((path.name for path in list_saved_checkpoints(out)), default=None)
 
 
 def running(start: Start, out: Path, restarts: int = 0) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH, losses, tiny_config
 from training.config.train_config import TrainConfig
 from training.data.datasets import TensorSamples
-from training.loop.evaluation import CHUNK, PREDICTED, Evaluator, metrics_of
+from training.loop.evaluation import CHUNK, PREDICTED, Evaluator, choose_metrics
 from training.loop.measuring import PROFILED_STEPS, SKIPPED_STEPS, WARMUP_STEPS, profile_steps, work_per_sample
 from training.loop.screen import PLAIN_SECONDS, ProgressDisplay
 from training.models.losses import standard_loss
@@ -138,7 +138,8 @@ def parts_of(dataset: Any, model: Callable[..., Any], loss: Any, world_size: int
             passes.append(batch)
             return metrics(model, batch)
 
-        parts.append(Evaluator(dataset, metrics_of(None, loss), CHUNK, CPU, rank, world_size).compute_rows(evaluated))
+        evaluator = Evaluator(dataset, choose_metrics(None, loss), CHUNK, CPU, rank, world_size)
+        parts.append(evaluator.compute_rows(evaluated))
         num_passes.append(len(passes))
     assert len(set(num_passes)) == 1, "ranks would wait for each other for ever"
     return parts

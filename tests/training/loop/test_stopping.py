@@ -21,7 +21,7 @@ from tests.training.jobs import result_of, train_each
 from tests.training.watched import Watched, watched
 from training.__main__ import main
 from training.checkpoints.locking import LOCK_NAME, PATIENCE_SECONDS, lock_run
-from training.checkpoints.run_folder import saved_checkpoints
+from training.checkpoints.run_folder import list_saved_checkpoints
 from training.config.options import LauncherName
 from training.config.train_config import TrainConfig
 
@@ -33,7 +33,7 @@ OWN_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node
 
 def config(out: Path, launcher: LauncherName, **values: Any) -> TrainConfig:
     """One step an epoch, on two ranks if nothing else is said."""
-    resume = "latest" if saved_checkpoints(out) else None
+    resume = "latest" if list_saved_checkpoints(out) else None
     size = {"model": "cnn", "num_samples": 64, "batch_size": 64, "epochs": EPOCHS, "resume": resume}
     return TrainConfig(out=out, engine="fsdp2", launcher=launcher, **(size | values))
 
@@ -44,7 +44,7 @@ def running(config: TrainConfig, program: tuple[str, ...] = TRAIN) -> Any:
 
 def end(run: Watched, number: signal.Signals) -> None:
     """Stop the run; nothing of it is left, and it says so in one sentence with the documented code."""
-    saved = bool(saved_checkpoints(run.out))
+    saved = bool(list_saved_checkpoints(run.out))
     code, stderr, _ = run.stop(number)
     if number == signal.SIGKILL:
         assert not run.left_in_time()
@@ -91,9 +91,9 @@ def check_command(config: TrainConfig) -> None:
 
 def end_after_a_checkpoint(config: TrainConfig, number: signal.Signals, moments: random.Random) -> None:
     """Within a second after its first one."""
-    before = len(saved_checkpoints(config.out))
+    before = len(list_saved_checkpoints(config.out))
     with running(config) as run:
-        run.wait_until(lambda: len(saved_checkpoints(config.out)) > before)
+        run.wait_until(lambda: len(list_saved_checkpoints(config.out)) > before)
         time.sleep(moments.uniform(0, 1))
         end(run, number)
 
@@ -122,7 +122,7 @@ def test_a_stopped_run_leaves_no_process_and_goes_on_exactly(
             end(run, signal.SIGHUP if launcher == "torchrun" else signal.SIGINT)
         end_after_a_checkpoint(config(out, launcher), signal.SIGTERM, moments)
         record_property("kills", "3 runs ended by SIGKILL, SIGTERM and SIGINT or SIGHUP")
-    size = {"num_workers": workers, "until": int(saved_checkpoints(out)[-1].name[6:10]) + 2}
+    size = {"num_workers": workers, "until": int(list_saved_checkpoints(out)[-1].name[6:10]) + 2}
     export = str(tmp_path / "model.safetensors") if launcher == "torchrun" and workers == 2 else None
     rest = config(out, launcher, export=export, **size)
     check_goes_on_exactly(rest, config(tmp_path / "whole", "torchrun", save_every=EPOCHS, **size))
@@ -142,7 +142,7 @@ def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path):
     """Nobody else could end them: its agent is killed. Rank 0 held the lock until then."""
     own = config(tmp_path, "torchrun")
     with running(own, OWN_TORCHRUN) as run:
-        run.wait_until(lambda: bool(saved_checkpoints(tmp_path)))
+        run.wait_until(lambda: bool(list_saved_checkpoints(tmp_path)))
         sentence = f"Error: another run is writing to {tmp_path}"
         assert refused("--out", str(tmp_path), "--resume=latest").startswith(sentence)
         run.stop(signal.SIGKILL)

@@ -24,7 +24,7 @@ from training.checkpoints.run_folder import find_unknown_files
 from training.checkpoints.weights import export_weights
 from training.config.options import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
-from training.data.loading import dataset_of
+from training.data.loading import make_dataset
 from training.data.texts import list_tokenizer_messages
 from training.launchers.checks import check_before_start
 
@@ -99,7 +99,7 @@ def check_base_and_adapters(runs: dict[str, TrainConfig], hub: Path) -> None:
 @torch.no_grad()
 def held_out_of(model: Any, config: TrainConfig) -> tuple[float, tuple[int, ...]]:
     """Loss and predictions of the held-out pieces."""
-    samples: Any = dataset_of(config, "held-out")
+    samples: Any = make_dataset(config, "held-out")
     inputs, labels = samples.__getitems__(range(len(samples)))
     logits = model(input_ids=inputs).logits
     loss = functional.cross_entropy(logits.double().flatten(0, 1), labels.flatten())
@@ -150,7 +150,7 @@ def config_of(out: Path, hub: Path, *arguments: str, **values: Any) -> TrainConf
 
 def pieces(config: TrainConfig) -> torch.Tensor:
     """All pieces in order, each with the token after it."""
-    parts: list[Any] = [dataset_of(config, part) for part in ("train", "held-out")]
+    parts: list[Any] = [make_dataset(config, part) for part in ("train", "held-out")]
     rows = [torch.cat([part.pixels.long(), part.labels[:, -1:]], 1) for part in parts]
     count = sum(map(len, rows))
     found = torch.empty(count, rows[0].shape[1], dtype=torch.int64)
