@@ -56,6 +56,7 @@ def drop_from_cache(path: Path) -> float:
 
 
 def _drop_caches() -> None:
+    """Drop the clean pages of the whole machine's cache, if that is permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/sys/vm/drop_caches").write_text("1")
 
@@ -70,19 +71,22 @@ def get_cached_share(path: Path) -> float:
 
 
 TOUCHED_SHARE = 0.75
-"""Share of the available memory that is touched: what is free or evicted later is the machine's own by then."""
+"""Largest share of the available memory that is touched."""
 
 MEBIBYTE = 1 << 20
 
 
 @contextmanager
-def hold_ballast() -> Iterator[None]:
-    """Touch most of the memory, and keep one page of each mebibyte until the end."""
+def hold_ballast(num_bytes: int) -> Iterator[None]:
+    """Touch so much memory, and keep one page of each mebibyte until the end.
+
+    The cache is dropped before. Memory that it has, and that is evicted later, would otherwise go back to the host.
+    """
     _drop_caches()
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    size = int(available * TOUCHED_SHARE) // MEBIBYTE * MEBIBYTE
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    size = min(num_bytes, int(available * TOUCHED_SHARE)) // MEBIBYTE * MEBIBYTE
+    with mmap.mmap(-1, max(MEBIBYTE, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         for start in range(0, size, MEBIBYTE):
             memory[start : start + MEBIBYTE : mmap.PAGESIZE] = bytes(MEBIBYTE // mmap.PAGESIZE)

@@ -36,6 +36,9 @@ INPUT_ROOM, WORK_ROOM = 1.3, 3.6
 """Disk space in sizes of the state: for an input, and for a work: the copied output and the new one, which of
 `ds_to_universal` with its temporary files is 2.4 times its input."""
 
+BALLAST = 4
+"""Memory kept from the host, in sizes of the state: the input, the copied output, a new one, and its writers."""
+
 _TABLES = tomllib.loads(Path(__file__).with_name("works.toml").read_text())
 
 PEERS: Mapping[str, str] = _TABLES["peers"]
@@ -192,7 +195,7 @@ def measure_work(work: Work, settings: RunSettings) -> Record:
             "copied_bytes": caching.count_bytes(copied),
             "copied_files": len(list(caching.iter_files(copied))),
         }
-        with caching.hold_ballast():
+        with caching.hold_ballast(BALLAST * settings.size_bytes):
             turns = {f"{who} {way}": partial(run_once, who, way) for who, way in work.list_slots(settings.ways)}
             take_turns(turns, settings.runs, warm_up=False)
     finally:
