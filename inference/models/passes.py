@@ -80,7 +80,7 @@ class ForwardPasses:
 
 
 class BatchedTask:
-    """What of a task follows from its ``passes``; one of images or of texts overrides the rest."""
+    """Properties of a task that follow from its ``passes``. Tasks of images and of texts override others."""
 
     __slots__ = ()
 
@@ -112,8 +112,8 @@ class BatchedTask:
 
 @torch.inference_mode()
 def find_agreeing_sizes(forward: ForwardCall, rows: Tensor, min_size: int = 1) -> tuple[int, ...]:
-    """Powers of two from ``min_size`` and below ``len(rows)`` in whose passes the first and the last of ``rows`` have
-    the bits of one pass of all, and ``len(rows)``."""
+    """Batch sizes that change no bit: ``len(rows)``, and smaller powers of two, at least ``min_size``. Passes of the
+    first and of the last rows in such a size give the bits of one pass of all rows."""
     full_size = len(rows)
     all_outputs = forward(rows)
     smaller = [2**power for power in range(full_size.bit_length()) if min_size <= 2**power < full_size]
